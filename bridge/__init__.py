@@ -1,0 +1,13 @@
+"""The bridge: functional chains under autograd and torch.compile, and as torch.nn modules."""
+
+from bridge.autograd import apply
+from bridge.gate import CompileEagerFallbackWarning, warn_compile_eager_fallback
+from bridge.library import register_custom_op, register_custom_op_with_autograd
+
+__all__ = [
+    "CompileEagerFallbackWarning",
+    "apply",
+    "register_custom_op",
+    "register_custom_op_with_autograd",
+    "warn_compile_eager_fallback",
+]

@@ -1,0 +1,359 @@
+"""The single autograd function: a whole chain is one node of autograd's graph.
+
+Every distinct tensor is passed once, however many slots it fills (tied weights, a residual that is the input), and
+its gradient is the sum over its slots. Inputs are saved as themselves; what the forward made is saved by value.
+Quantizer state travels as an attribute of the context, because the backward writes to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge import compat
+from bridge.gate import launch_traced, traced_plan
+from bridge.state import fold_amaxes_
+from functional_te import pytree
+from functional_te.api import bind_kwargs
+from functional_te.chain import as_chain
+from functional_te.check import check_call, check_state
+from functional_te.fuser.plan import Plan, full_pattern
+from functional_te.fuser.plan import plan as make_plan
+from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass, launch_impl
+from functional_te.quantization.tensor import QuantizedTensor
+
+__all__ = ["apply", "run"]
+
+
+class _Call:
+    """What one call passes besides its tensors.
+
+    Attributes:
+        plan: the plan.
+        spec: tree definition of ``(x, params, extra_inputs, kwargs, state)``, with tuples in the place of dicts.
+        kwarg_names: for every op with forward kwargs, its index and their names.
+        slots: for every leaf of that tree, which of the distinct arguments it is.
+        counts: leaves of x, of every parameter, and of every extra input, in order.
+        saved_spec: tree definition of what the forward saved (set by the forward of the transformable variant).
+        saved_places: for every saved leaf, ``(True, argument)`` or ``(False, output)`` (likewise).
+    """
+
+    def __init__(
+        self, plan: Plan, spec: Any, kwarg_names: Any, slots: tuple[int, ...], counts: tuple[int, ...]
+    ) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.kwarg_names = kwarg_names
+        self.slots = slots
+        self.counts = counts
+        self.saved_spec: Any = None
+        self.saved_places: tuple[tuple[bool, int], ...] = ()
+
+
+def _arguments(call: _Call, unique: Any) -> Any:
+    return pytree.tree_unflatten(call.spec, [unique[slot] for slot in call.slots])
+
+
+def _named_state(plan: Plan, values: Any) -> Any:
+    return tuple(
+        [
+            {role: value for (role, _), value in zip(roles, own, strict=True)}
+            for roles, own in zip(plan.state_roles, values, strict=True)
+        ]
+    )
+
+
+def _forward(call: _Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
+    """Outputs (main, extra, amaxes), what is to be saved, and the state that the backward reads and writes."""
+    plan = call.plan
+    x, params, extra_inputs, kwarg_values, state_values = _arguments(call, unique)
+    named = [dict(zip(op.param_names, own, strict=True)) for op, own in zip(plan.chain.ops, params, strict=True)]
+    kwargs = {
+        index: dict(zip(names, values, strict=True))
+        for (index, names), values in zip(call.kwarg_names, kwarg_values, strict=True)
+    }
+    state = _named_state(plan, state_values)
+    launch = launch_traced if torch.compiler.is_compiling() else launch_impl
+    outcome = forward_pass(plan, x, named, state, extra_inputs, kwargs, launch)
+    outputs = [outcome.output, *outcome.extra_outputs]
+    if any(plan.aliases):
+        # an autograd function may not return its input, nor one storage twice
+        outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
+    for key in plan.observes:
+        amax = outcome.amaxes.get(key)
+        # a tensor that came in quantized was not observed, which an amax of 0 means
+        outputs.append(outputs[0].new_zeros(1, dtype=torch.float32) if amax is None else amax)
+    return outputs, outcome.saved, state
+
+
+def _backward(call: _Call, saved: Any, state: Any, grads: Any) -> tuple[Any, ...]:
+    """One gradient or None per distinct argument; observations of the backward are written into ``state``."""
+    plan = call.plan
+    count = len(plan.chain.extra_outputs)
+    launch = launch_traced if torch.compiler.is_compiling() else launch_impl
+    outcome = backward_pass(plan, saved, state, grads[0], grads[1 : 1 + count], launch)
+    fold_amaxes_(state, outcome.amaxes)
+    found: list[Any] = [outcome.grad_input]
+    for own in outcome.grad_params:
+        found.extend(own)
+    found.extend(outcome.grad_extra_inputs)
+    result: list[Any] = [None] * (max(call.slots) + 1)
+    position = 0
+    for grad, leaves in zip(found, call.counts, strict=True):
+        if grad is not None:
+            slot = call.slots[position]
+            result[slot] = grad if result[slot] is None else result[slot] + grad
+        position += leaves
+    return tuple(result)
+
+
+def _zeros_if_absent(grads: Any, like: Any) -> tuple[Any, ...]:
+    """The rule for a main output that the loss does not use: its gradient is zeros."""
+    if grads[0] is not None:
+        return tuple(grads)
+    shape, dtype, device = like
+    return (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+
+
+class ChainFunction(torch.autograd.Function):
+    """A planned chain."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *unique: Any) -> Any:
+        """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
+        outputs, saved, state = _forward(call, unique)
+        leaves, ctx.saved_spec = pytree.tree_flatten(saved)
+        ctx.save_for_backward(*leaves)
+        ctx.call, ctx.state, ctx.count = call, state, len(unique)
+        ctx.set_materialize_grads(False)
+        observed = len(call.plan.observes)
+        if observed:
+            ctx.mark_non_differentiable(*outputs[-observed:])
+        if not torch.compiler.is_compiling():
+            ctx.like = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the backward."""
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
+                    "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
+                )
+            grads = _zeros_if_absent(grads, ctx.like)
+        device = grads[0].device.type
+        saved = pytree.tree_unflatten(ctx.saved_spec, ctx.saved_tensors)
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                result = _backward(ctx.call, saved, ctx.state, grads)
+        else:
+            result = _backward(ctx.call, saved, ctx.state, grads)
+        return (None, *result, *((None,) * (ctx.count - len(result))))
+
+
+class TransformableChainFunction(torch.autograd.Function):
+    """The same for ``torch.func`` transforms, which need everything that is saved to be an input or an output."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *unique: Any) -> Any:
+        """Run the forward; fresh saved tensors follow the outputs and amaxes."""
+        outputs, saved, _ = _forward(call, unique)
+        leaves, call.saved_spec = pytree.tree_flatten(saved)
+        places = []
+        for leaf in leaves:
+            known = next((i for i, argument in enumerate(unique) if argument is leaf), -1)
+            if known < 0:
+                outputs.append(leaf)
+            places.append((known >= 0, known if known >= 0 else len(outputs) - 1))
+        call.saved_places = tuple(places)
+        return tuple(outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save inputs and outputs."""
+        call, *unique = inputs
+        ctx.call, ctx.count = call, len(unique)
+        ctx.save_for_backward(*[unique[i] if is_input else output[i] for is_input, i in call.saved_places])
+        differentiable = 1 + len(call.plan.chain.extra_outputs)
+        ctx.mark_non_differentiable(*output[differentiable:])
+        ctx.state = _named_state(call.plan, _arguments(call, unique)[4])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the backward."""
+        saved = pytree.tree_unflatten(ctx.call.saved_spec, ctx.saved_tensors)
+        result = _backward(ctx.call, saved, ctx.state, grads)
+        return (None, *result, *((None,) * (ctx.count - len(result))))
+
+
+def _distinct(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """The distinct objects among ``leaves``, and for every leaf which of them it is."""
+    unique: list[Any] = []
+    slots = []
+    if torch.compiler.is_compiling():
+        for leaf in leaves:
+            slot = -1
+            for position, known in enumerate(unique):
+                if known is leaf:
+                    slot = position
+                    break
+            if slot < 0:
+                slot = len(unique)
+                unique.append(leaf)
+            slots.append(slot)
+        return unique, tuple(slots)
+    places: dict[int, int] = {}
+    for leaf in leaves:
+        slot = places.setdefault(id(leaf), len(unique))
+        if slot == len(unique):
+            unique.append(leaf)
+        slots.append(slot)
+    return unique, tuple(slots)
+
+
+def _requires(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _pattern(block: Any, params: Any, x: Any, extra_inputs: Any) -> Any:
+    """What of a call needs a gradient."""
+    if not torch.is_grad_enabled():
+        return full_pattern(block, False)
+    return (
+        _requires(x),
+        tuple(
+            [
+                tuple([_requires(own[name]) for name in op.param_names])
+                for op, own in zip(block.ops, params, strict=True)
+            ]
+        ),
+        tuple([_requires(extra) for extra in extra_inputs]),
+    )
+
+
+def _leaf_count(value: Any) -> int:
+    return len(pytree.leaves(value)) if isinstance(value, QuantizedTensor) else 1
+
+
+def run(
+    block: Any,
+    params: Any,
+    x: Any,
+    extra_inputs: tuple[Any, ...] = (),
+    state: Any = None,
+    recipe: Any = None,
+    kwargs: Any = None,
+    backend: str = "auto",
+    fusions: Any = None,
+) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
+    """Run a chain differentiably.
+
+    Returns:
+        The main output and the extra outputs; and the observed forward amaxes by (op index, role).
+    """
+    device = x.device.type if isinstance(x, (torch.Tensor, QuantizedTensor)) else "cpu"
+    if torch.is_autocast_enabled(device):
+        compute_dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, compute_dtype)
+    return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None)
+
+
+def _run(
+    block: Any,
+    params: Any,
+    x: Any,
+    extra_inputs: tuple[Any, ...],
+    state: Any,
+    recipe: Any,
+    kwargs: Any,
+    backend: str,
+    fusions: Any,
+    compute_dtype: Any,
+) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
+    compiling = torch.compiler.is_compiling()
+    try:
+        pattern = _pattern(block, params, x, extra_inputs)
+    except (KeyError, ValueError, TypeError):
+        pattern = full_pattern(block, False)  # params do not fit; the check below says how
+    if compiling:
+        plan = traced_plan(block, recipe, pattern, backend, compute_dtype, fusions)
+    else:
+        plan = make_plan(
+            block,
+            recipe=recipe,
+            requires_grad=pattern,
+            backend=backend,
+            compute_dtype=compute_dtype,
+            fusions=fusions,
+        )
+    check_call(plan, params, x, extra_inputs)
+    check_state(plan, state)
+    bound = bind_kwargs(block, kwargs) if kwargs else {}
+    if not plan.output_requires_grad:
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else launch_impl)
+        return [outcome.output, *outcome.extra_outputs], outcome.amaxes
+    own = tuple([tuple([given[name] for name in op.param_names]) for op, given in zip(block.ops, params, strict=True)])
+    kwarg_names = tuple([(index, tuple(given)) for index, given in bound.items()])
+    kwarg_values = tuple([tuple(given.values()) for given in bound.values()])
+    state_values = tuple(
+        [tuple([state[i][role] for role, _ in roles]) if roles else () for i, roles in enumerate(plan.state_roles)]
+    )
+    leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values))
+    counts = tuple([_leaf_count(value) for value in (x, *[p for ps in own for p in ps], *extra_inputs)])
+    unique, slots = _distinct(leaves)
+    call = _Call(plan, spec, kwarg_names, slots, counts)
+    if not compiling and compat.functorch_active():
+        results = TransformableChainFunction.apply(call, *unique)
+    else:
+        results = ChainFunction.apply(call, *unique)
+    if isinstance(results, torch.Tensor):
+        return [results], {}
+    count = 1 + len(block.extra_outputs)
+    return list(results[:count]), dict(zip(plan.observes, results[count:], strict=False))
+
+
+def apply(
+    block: Any,
+    params: Any,
+    x: Any,
+    *extra_inputs: torch.Tensor,
+    state: Any = None,
+    recipe: Any = None,
+    kwargs: Any = None,
+    backend: str = "auto",
+    fusions: Any = None,
+) -> tuple[Any, Any]:
+    """Run a chain differentiably, in eager mode or inside ``torch.compile(fullgraph=True)``.
+
+    Functional about the forward: the state with the forward's observations comes back as a value. What the backward
+    observes is folded into slot 0 of the gradient quantizers' histories *of the state that was passed in*, like a
+    donated buffer; :func:`functional_te.vjp` gives everything as values. The products, norms and activations follow
+    ``torch.autocast`` if it is enabled.
+
+    Args:
+        block: a chain or an op.
+        params: a tuple with one dict of parameters per basic op; see :func:`functional_te.init`.
+        x: main input: a tensor of any stride, or a quantized tensor.
+        extra_inputs: the extra inputs that come from no channel, in (op, slot) order.
+        state: quantizer state; may be None for recipes without state.
+        recipe: a recipe, or None for high precision.
+        kwargs: forward kwargs by op index: tensors, quantized tensors and plain values. They get no gradients.
+        backend: ``"auto"`` or the name of a kernel backend.
+        fusions: the fusion rules to use, None for the default ones.
+
+    Returns:
+        ``(y, new_state)``; for a chain that returns extra outputs ``((y, *extra_outputs), new_state)``. The gradient
+        of an output that the loss does not use counts as zeros, and is not observed.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, channels or state that do not fit; raised before any kernel runs.
+        TypeError: an argument of the wrong kind.
+    """
+    outputs, amaxes = run(as_chain(block), params, x, extra_inputs, state, recipe, kwargs, backend, fusions)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs), fold_amaxes(state, amaxes)

@@ -1,0 +1,26 @@
+"""Every private PyTorch interface this project touches, each with its reason.
+
+``tests/bridge/test_compat.py`` fails when one of them changes its meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["functorch_active", "in_backward"]
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running a backward on this thread (activation recomputation does).
+
+    Reason: a recomputed forward must not close a step of delayed scaling, and no public function tells.
+    """
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined, no-any-return]
+
+
+def functorch_active() -> bool:
+    """Whether a ``torch.func`` transform is active.
+
+    Reason: those need the variant of the autograd function whose saved tensors are outputs.
+    """
+    return torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined, no-any-return]

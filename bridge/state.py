@@ -1,0 +1,48 @@
+"""Writing quantizer state back: mutable custom ops, correct in eager mode, compiled graphs and CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge.library import NAMESPACE
+from functional_te.quantization.scaling import fold_amax
+
+__all__ = ["fold_amaxes_", "write_"]
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
+_library.define("write_(Tensor(a!) target, Tensor value) -> ()")
+
+
+def _fold_amax(amax_history: torch.Tensor, amax: torch.Tensor) -> None:
+    amax_history[:1].copy_(fold_amax(amax_history[:1], amax))
+
+
+def _write(target: torch.Tensor, value: torch.Tensor) -> None:
+    target.copy_(value)
+
+
+_library.impl("fold_amax_", _fold_amax, "CompositeExplicitAutograd")
+_library.impl("write_", _write, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::fold_amax_", lambda amax_history, amax: None, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::write_", lambda target, value: None, lib=_library)
+
+
+def write_(target: torch.Tensor, value: torch.Tensor) -> None:
+    """``target.copy_(value)`` as one op that a compiled graph keeps."""
+    torch.ops.functional_te.write_(target, value)
+
+
+def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:
+    """Fold observations into slot 0 of the histories of ``state``, in place.
+
+    A direct kernel call in eager mode, where the dispatcher would cost more than the work.
+    """
+    if torch.compiler.is_compiling():
+        for (index, role), amax in amaxes.items():
+            torch.ops.functional_te.fold_amax_(state[index][role].amax_history, amax)
+    else:
+        for (index, role), amax in amaxes.items():
+            _fold_amax(state[index][role].amax_history, amax)

@@ -1,0 +1,74 @@
+"""Hash-consed values: ops, chains, recipes, quantizers and rules are compared by value at the cost of ``is``.
+
+Two equal values are one object. That makes equality and hashing O(1), lets :func:`torch.compile` guard a whole
+chain with one integer (:attr:`Value.uid`), and lets plan caches key on whole values instead of on types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from typing import Any, ClassVar
+
+_lock = threading.Lock()
+_table: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+_by_uid: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_uids = itertools.count(1)
+
+
+def value_of(uid: int | None) -> Any:
+    """The interned value with this :attr:`Value.uid`; None for None."""
+    return None if uid is None else _by_uid[uid]
+
+
+def _field_key(value: Any) -> Any:
+    """Distinguish what ``==`` does not: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``."""
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, tuple):
+        return (tuple, tuple(_field_key(item) for item in value))
+    return (type(value), value)
+
+
+def _rebuild(cls: type[Any], fields: dict[str, Any]) -> Any:
+    return cls(**fields)
+
+
+class _ValueMeta(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        names = [field.name for field in dataclasses.fields(made)]
+        try:
+            key = (cls, *(_field_key(getattr(made, name)) for name in names))
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: every field must be hashable, got {made!r}") from error
+        with _lock:
+            known = _table.get(key)
+            if known is None:
+                object.__setattr__(made, "uid", next(_uids))
+                _table[key] = known = made
+                _by_uid[made.uid] = made
+        return known
+
+
+class Value(metaclass=_ValueMeta):
+    """Base of frozen, interned values. Subclasses are ``@dataclass(frozen=True, eq=False)``.
+
+    Equality is identity, which for interned values *is* equality by value. Copies and unpickled values are the
+    interned object again.
+    """
+
+    uid: ClassVar[int]
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return _rebuild, (type(self), fields)

@@ -1,0 +1,262 @@
+"""The functional interface: init, init_state, apply, vjp, eval_shape, update_state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from functional_te._errors import type_error, value_error
+from functional_te.chain import Chain, as_chain, where
+from functional_te.check import ShapeResult, check_call, check_state, infer
+from functional_te.fuser.plan import Plan
+from functional_te.fuser.plan import plan as make_plan
+from functional_te.fuser.rule import Fusions
+from functional_te.ops import Op
+from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
+from functional_te.quantization.recipes import Recipe
+from functional_te.quantization.state import init_quantizer_state, update_scale
+
+__all__ = [
+    "ApplyResult", "Grads", "apply", "bind_kwargs", "eval_shape", "init", "init_state", "update_state", "vjp",
+]  # fmt: skip
+
+Block = Chain | Op
+Params = tuple[dict[str, torch.Tensor], ...]
+State = tuple[dict[str, Any], ...]
+
+
+class ApplyResult(NamedTuple):
+    """What :func:`apply` gives.
+
+    Attributes:
+        output: the main output.
+        extra_outputs: the extra outputs returned to the caller.
+        state: the quantizer state after this forward.
+    """
+
+    output: torch.Tensor
+    extra_outputs: tuple[torch.Tensor, ...]
+    state: Any
+
+
+class Grads(NamedTuple):
+    """What a pullback gives.
+
+    Attributes:
+        params: gradients in the structure of the parameters.
+        input: gradient of the main input.
+        extra_inputs: one gradient per extra input.
+        state: the quantizer state after forward and backward.
+    """
+
+    params: Any
+    input: torch.Tensor | None
+    extra_inputs: tuple[torch.Tensor | None, ...]
+    state: Any
+
+
+def init(
+    block: Block, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Params:
+    """Fresh parameters of a chain: a tuple with one dict per basic op.
+
+    Random numbers are drawn on the CPU from one generator per op, so that values depend neither on the device nor on
+    the other ops.
+
+    Args:
+        block: a chain or an op.
+        seed: non-negative seed.
+        dtype: float32, float16 or bfloat16.
+        device: where the parameters live; ``"meta"`` gives parameters without storage.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise value_error("init", "dtype", "float32, float16 or bfloat16", dtype)
+    params = []
+    for index, op in enumerate(as_chain(block).ops):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        params.append(op.init_params(generator, dtype, device))
+    return tuple(params)
+
+
+def init_state(block: Block, recipe: Recipe | None, *, device: torch.device | str = "cpu") -> State:
+    """Fresh quantizer state of a chain: a tuple with one dict per basic op, from role to state.
+
+    The dicts are empty for high precision and for recipes without state.
+    """
+    roles = make_plan(as_chain(block), recipe=recipe).state_roles
+    return tuple({role: init_quantizer_state(quantizer, device) for role, quantizer in own} for own in roles)
+
+
+def update_state(block: Block, recipe: Recipe | None, state: State) -> State:
+    """Close a training step: every quantizer that observed something gets its next scale and a rolled history.
+
+    Call it once per optimizer step, before the next forward. Under gradient accumulation it may be called once per
+    step or once per microbatch; observations in between are combined by their maximum.
+    """
+    plan = make_plan(as_chain(block), recipe=recipe)
+    check_state(plan, state)
+    return tuple(
+        {role: update_scale(quantizer, state[index][role]) for role, quantizer in own}
+        for index, own in enumerate(plan.state_roles)
+    )
+
+
+def eval_shape(
+    block: Block, params: Any, x: Any, *extra_inputs: Any, compute_dtype: torch.dtype | None = None
+) -> ShapeResult:
+    """Shapes and dtypes of a chain's results, without storage and without kernels.
+
+    Args:
+        block: a chain or an op.
+        params: parameters: tensors or :class:`TensorSpec`.
+        x: main input: a tensor or a :class:`TensorSpec`.
+        extra_inputs: extra inputs, likewise.
+        compute_dtype: see :func:`functional_te.plan`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, naming op, argument, got and wanted.
+        TypeError: something is no tensor.
+    """
+    return infer(as_chain(block), params, x, tuple(extra_inputs), compute_dtype)
+
+
+def bind_kwargs(block: Chain, kwargs: Any) -> dict[int, dict[str, Any]]:
+    """Forward kwargs by op index, checked against the ops' signatures.
+
+    Args:
+        block: the chain.
+        kwargs: None, or a mapping from op index to a mapping of forward kwargs.
+
+    Raises:
+        TypeError: no mapping.
+        ValueError: an index outside the chain, or a name that the op does not take.
+    """
+    if not kwargs:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise type_error("chain", "kwargs", "a mapping from op index to kwargs", type(kwargs).__name__)
+    bound = {}
+    for index, own in kwargs.items():
+        if not isinstance(index, int) or not 0 <= index < len(block):
+            raise value_error("chain", "kwargs", f"op indices in [0, {len(block)})", repr(index))
+        names = block.ops[index].fwd_kwarg_names
+        for name in own:
+            if name not in names:
+                raise value_error(where(block.ops, index), "kwargs", f"names among {sorted(names)}", repr(name))
+        bound[index] = dict(own)
+    return bound
+
+
+def apply(
+    block: Block,
+    params: Any,
+    x: Any,
+    *extra_inputs: torch.Tensor,
+    state: State | None = None,
+    recipe: Recipe | None = None,
+    kwargs: Any = None,
+    backend: str = "auto",
+    fusions: Fusions | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> ApplyResult:
+    """Run a chain forward. Pure: no argument is written to, nothing is recorded for autograd.
+
+    Args:
+        block: a chain or an op.
+        params: a tuple with one dict of parameters per basic op; see :func:`init`.
+        x: main input, float32, float16 or bfloat16, or a quantized tensor.
+        extra_inputs: the extra inputs that come from no channel, in (op, slot) order.
+        state: quantizer state; may be None for recipes without state.
+        recipe: a recipe, or None for high precision.
+        kwargs: forward kwargs by op index.
+        backend: ``"auto"`` or the name of a kernel backend.
+        fusions: the fusion rules to use, None for the default ones.
+        compute_dtype: see :func:`functional_te.plan`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, channels or state that do not fit; raised before any kernel runs.
+        TypeError: an argument of the wrong kind.
+    """
+    block = as_chain(block)
+    plan = make_plan(
+        block, recipe=recipe, requires_grad=False, backend=backend, compute_dtype=compute_dtype, fusions=fusions
+    )
+    check_call(plan, params, x, extra_inputs)
+    check_state(plan, state)
+    bound = bind_kwargs(block, kwargs) if kwargs else None
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            outcome = forward_pass(plan, x, params, state, extra_inputs, bound)
+    else:
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bound)
+    return ApplyResult(outcome.output, outcome.extra_outputs, fold_amaxes(state, outcome.amaxes))
+
+
+def vjp(
+    block: Block,
+    params: Any,
+    x: torch.Tensor,
+    *extra_inputs: torch.Tensor,
+    state: State | None = None,
+    recipe: Recipe | None = None,
+    kwargs: Any = None,
+    backend: str = "auto",
+    fusions: Fusions | None = None,
+    compute_dtype: torch.dtype | None = None,
+    requires_grad: Any = True,
+) -> tuple[ApplyResult, Callable[..., Grads]]:
+    """Run a chain forward and return its pullback. Pure, like :func:`apply`, whose arguments it takes.
+
+    Args:
+        requires_grad: True, or a pattern as in :func:`functional_te.plan`: what to differentiate.
+
+    Returns:
+        The result, and ``pullback(grad_output, *grad_extra_outputs) -> Grads``. An absent gradient of an extra
+        output (None) counts as zeros. ``Grads.state`` has the observations of this forward and this backward.
+    """
+    block = as_chain(block)
+    plan = make_plan(
+        block, recipe=recipe, requires_grad=requires_grad, backend=backend, compute_dtype=compute_dtype, fusions=fusions
+    )
+    check_call(plan, params, x, extra_inputs)
+    check_state(plan, state)
+    with torch.no_grad():
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bind_kwargs(block, kwargs))
+    after_forward = fold_amaxes(state, outcome.amaxes)
+
+    def pullback(grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Grads:
+        _check_grads(block, outcome, grad_output, grad_extra_outputs)
+        with torch.no_grad():
+            back = backward_pass(plan, outcome.saved, state, grad_output, grad_extra_outputs)
+        grads = tuple(
+            dict(zip(op.param_names, own, strict=True)) for op, own in zip(block.ops, back.grad_params, strict=True)
+        )
+        return Grads(grads, back.grad_input, back.grad_extra_inputs, fold_amaxes(after_forward, back.amaxes))
+
+    return ApplyResult(outcome.output, outcome.extra_outputs, after_forward), pullback
+
+
+def _check_grads(block: Chain, outcome: Any, grad_output: Any, grad_extra_outputs: tuple[Any, ...]) -> None:
+    if len(grad_extra_outputs) > len(block.extra_outputs):
+        raise value_error(
+            "pullback", "grad_extra_outputs", f"at most {len(block.extra_outputs)}", len(grad_extra_outputs)
+        )
+    outputs = (outcome.output, *outcome.extra_outputs)
+    for position, (grad, output) in enumerate(zip((grad_output, *grad_extra_outputs), outputs, strict=False)):
+        argument = "grad_output" if position == 0 else f"grad_extra_outputs[{position - 1}]"
+        if grad is None and position > 0:
+            continue
+        if not isinstance(grad, torch.Tensor):
+            raise type_error("pullback", argument, "a tensor", type(grad).__name__)
+        if grad.shape != output.shape or grad.device != output.device:
+            raise value_error(
+                "pullback",
+                argument,
+                f"shape {tuple(output.shape)} on {output.device}",
+                f"shape {tuple(grad.shape)} on {grad.device}",
+            )

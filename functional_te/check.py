@@ -1,0 +1,178 @@
+"""Argument checks that run before any kernel, and shape evaluation, which is the same walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from functional_te._errors import type_error, value_error
+from functional_te.chain import Chain, where
+from functional_te.fuser.plan import Plan
+from functional_te.ops import FwdResult, OpRequiresGrad
+from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer
+from functional_te.quantization.tensor import QuantizedTensor
+from functional_te.tensor_spec import TensorSpec, spec_of
+
+__all__ = ["ShapeResult", "check_call", "check_state", "infer"]
+
+
+class ShapeResult(NamedTuple):
+    """Shapes of a chain's results.
+
+    Attributes:
+        output: :class:`TensorSpec` of the main output.
+        extra_outputs: :class:`TensorSpec` of every extra output returned to the caller.
+    """
+
+    output: TensorSpec
+    extra_outputs: tuple[TensorSpec, ...]
+
+
+def infer(
+    block: Chain,
+    params: Any,
+    x: Any,
+    extra_inputs: tuple[Any, ...] = (),
+    compute_dtype: torch.dtype | None = None,
+) -> ShapeResult:
+    """Check every argument of every op in order and evaluate shapes and dtypes, without storage."""
+    _check_structure(block, params, extra_inputs)
+    device = _device(x)
+    produced: dict[tuple[int, int], Any] = {}
+    flow: Any = _logical(_spec(x, "input", where(block.ops, 0)))
+    for index, op in enumerate(block.ops):
+        here = where(block.ops, index)
+        own = {name: _spec(params[index][name], name, here, device) for name in op.param_names}
+        extras = []
+        for slot, source in enumerate(block.extra_sources[index]):
+            if source.public >= 0:
+                extras.append(_spec(extra_inputs[source.public], f"extra input {slot}", here, device))
+            else:
+                extras.append(produced[source.op, source.slot])
+        op.check(flow, own, tuple(extras), here)
+        result = _evaluate(op, flow, own, tuple(extras), compute_dtype)
+        for slot, spec in enumerate(result.extra_outputs):
+            produced[index, slot] = spec
+        flow = _logical(result.output)
+    return ShapeResult(flow, tuple(produced[place] for place in block.extra_outputs))
+
+
+def _evaluate(op: Any, x: Any, params: Any, extras: tuple[Any, ...], compute_dtype: torch.dtype | None) -> FwdResult:
+    provided = {
+        "params": params,
+        "state": {},
+        "requires_grad": OpRequiresGrad(
+            any=False, input=False, params=(False,) * len(op.param_names), extra_inputs=(False,) * len(extras)
+        ),
+        "compute_dtype": compute_dtype,
+        "extra_inputs": extras,
+    }
+    names = op.provided_names
+    args = op.resolve_fwd_args(x, **{name: value for name, value in provided.items() if name in names})
+    if not hasattr(op, "forward_fake"):
+        # an op of the user's without a fake: nothing is known of its output but what its input is
+        return FwdResult(x, (), (x,) * op.num_extra_outputs)
+    result = op.forward_fake(args)
+    return result if type(result) is FwdResult else FwdResult(*result)
+
+
+def _logical(spec: Any) -> Any:
+    """The nominal spec of a quantized one."""
+    if isinstance(spec, QuantizedTensor):
+        return TensorSpec(tuple(spec.shape), spec.dtype, spec.device)
+    return spec
+
+
+def _device(x: Any) -> Any:
+    return x.device if isinstance(x, (torch.Tensor, TensorSpec, QuantizedTensor)) else None
+
+
+def _spec(value: Any, argument: str, here: str, device: Any = None) -> Any:
+    if not isinstance(value, (torch.Tensor, TensorSpec, QuantizedTensor)):
+        raise type_error(here, argument, "a tensor", type(value).__name__)
+    if device is not None and torch.device(value.device) != torch.device(device):
+        raise value_error(here, argument, f"device {device}, where the input is", f"device {value.device}")
+    return spec_of(value)
+
+
+def _check_structure(block: Chain, params: Any, extra_inputs: tuple[Any, ...]) -> None:
+    if not isinstance(params, (tuple, list)):
+        raise type_error("chain", "params", f"a tuple of {len(block)} dicts, one per op", type(params).__name__)
+    if len(params) != len(block):
+        raise value_error("chain", "params", f"{len(block)} entries, one per op", f"{len(params)} entries")
+    for index, op in enumerate(block.ops):
+        own = params[index]
+        if not isinstance(own, Mapping):
+            raise type_error(where(block.ops, index), "params", "a dict", type(own).__name__)
+        if own.keys() != set(op.param_names):
+            raise value_error(where(block.ops, index), "params", f"keys {list(op.param_names)}", f"keys {list(own)}")
+    if len(extra_inputs) != block.num_extra_inputs:
+        takers = [where(block.ops, i) for i, s in enumerate(block.extra_sources) for t in s if t.public >= 0]
+        wanted = f"{block.num_extra_inputs} extra inputs" + (f" (for {', '.join(takers)})" if takers else "")
+        raise value_error("chain", "extra_inputs", wanted, len(extra_inputs))
+
+
+def _key(value: Any) -> Any:
+    if type(value) is QuantizedTensor:
+        return (value.shape, value.dtype, value.device, value.quantizer)
+    return (value.shape, value.dtype, value.device)
+
+
+def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -> None:
+    """Check the tensors of a call; remembered by their shapes, dtypes and devices."""
+    block = plan.chain
+    if torch.compiler.is_compiling():
+        infer(block, params, x, extra_inputs, plan.compute_dtype)
+        return
+    try:
+        key = (_key(x), plan.compute_dtype, *[_key(e) for e in extra_inputs])
+        tensors = tuple([_key(p) for own in params for p in own.values()])
+        names = tuple([tuple(own) for own in params])
+    except AttributeError:  # something is no tensor: the walk says what
+        infer(block, params, x, extra_inputs, plan.compute_dtype)
+        raise
+    checked: dict[Any, None] = block.checked  # type: ignore[attr-defined]
+    if (key, tensors, names) in checked:
+        return
+    infer(block, params, x, extra_inputs, plan.compute_dtype)
+    if len(checked) >= 1024:
+        checked.clear()
+    checked[key, tensors, names] = None
+
+
+def check_state(plan: Plan, state: Any) -> None:
+    """Raise unless ``state`` has the structure that the plan's recipe needs."""
+    block = plan.chain
+    recipe = "no recipe" if plan.recipe is None else type(plan.recipe).__name__
+    if state is None:
+        if any(plan.state_roles):
+            raise value_error("chain", "state", f"the state of {recipe}", None, "See fte.init_state().")
+        return
+    if not isinstance(state, (tuple, list)) or len(state) != len(block):
+        got = f"{len(state)} entries" if isinstance(state, (tuple, list)) else type(state).__name__
+        raise value_error("chain", "state", f"{len(block)} entries, one per op", got)
+    for index, roles in enumerate(plan.state_roles):
+        own = state[index]
+        if len(own) != len(roles):
+            raise value_error(
+                where(block.ops, index),
+                "state",
+                f"entries {[role for role, _ in roles]} for {recipe}",
+                f"entries {list(own)}",
+                "A state belongs to one recipe; see fte.init_state().",
+            )
+        for role, quantizer in roles:
+            if role not in own:
+                raise value_error(where(block.ops, index), "state", f"an entry {role!r} for {recipe}", list(own))
+            if isinstance(quantizer, Float8DelayedScalingQuantizer):
+                _check_delayed(own[role], quantizer, where(block.ops, index), role)
+
+
+def _check_delayed(state: Any, quantizer: Float8DelayedScalingQuantizer, here: str, role: str) -> None:
+    length = state.amax_history.shape[0]
+    if length != quantizer.amax_history_len:
+        raise value_error(here, f"state[{role!r}].amax_history", f"length {quantizer.amax_history_len}", length)
+    if state.scale._base is not None or state.amax_history._base is not None:
+        raise value_error(here, f"state[{role!r}]", "tensors of their own", "a view of another tensor")

@@ -1,0 +1,308 @@
+"""Plans: what runs, in which order, forward and backward. A pure function of whole values, cached on the chain."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from functional_te._errors import type_error, value_error
+from functional_te.chain import Chain, ExtraSource, as_chain, where
+from functional_te.fuser.match import Refusal, fuse
+from functional_te.fuser.registry import default_fusions
+from functional_te.fuser.rule import Fusions
+from functional_te.kernels import resolve_backend
+from functional_te.ops import FusedOp, Op, OpRequiresGrad
+from functional_te.quantization.quantizer import Quantizer
+from functional_te.quantization.recipes import Recipe, Role
+
+__all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan"]
+
+# (main input, parameters of each op in the order of param_names, public extra inputs)
+GradPattern = tuple[bool, tuple[tuple[bool, ...], ...], tuple[bool, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardStep:
+    """One launch of the forward.
+
+    Attributes:
+        op: the basic or fused op.
+        indices: the basic ops it covers.
+        fused: whether ``op`` is a :class:`FusedOp`.
+        static_kwargs: what ``resolve_fwd_args`` gets that does not change between calls.
+        quantizers: for every covered op, its forward quantizers as (role, quantizer).
+        next_quantizer: the next op's input quantizer if this step casts its output, else None.
+        extra_sources: for every covered op, where its extra inputs come from.
+        dense_input: whether a quantized main input is dequantized first.
+        saves: for every covered op, whether the backward needs its saved context.
+    """
+
+    op: Op | FusedOp
+    indices: tuple[int, ...]
+    fused: bool
+    static_kwargs: dict[str, Any]
+    quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...]
+    next_quantizer: Quantizer | None
+    extra_sources: tuple[tuple[ExtraSource, ...], ...]
+    dense_input: bool
+    saves: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BackwardStep:
+    """One launch of the backward.
+
+    Attributes:
+        op: the basic or fused op.
+        indices: the basic ops it covers.
+        fused: whether ``op`` is a :class:`FusedOp`.
+        requires_grad: what has to be produced for every covered op.
+        quantizers: for every covered op, its gradient quantizers as (role, quantizer).
+        prev_quantizer: the previous op's gradient quantizer if this step casts its input gradient, else None.
+    """
+
+    op: Op | FusedOp
+    indices: tuple[int, ...]
+    fused: bool
+    requires_grad: tuple[OpRequiresGrad, ...]
+    quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...]
+    prev_quantizer: Quantizer | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A chain made ready to run. Holds no tensors.
+
+    Attributes:
+        chain: the chain.
+        recipe: the recipe, or None for high precision.
+        requires_grad: the pattern it was made for.
+        backend: name of the kernel backend.
+        compute_dtype: the dtype that autocast asks for, or None.
+        fusions: the rules it was made with.
+        forward: steps in the order they run.
+        backward: steps in the order they run (the last ops first); ops before the first that needs a gradient have
+            none.
+        op_requires_grad: what has to be produced for every basic op.
+        output_requires_grad: whether the main output takes part in the backward.
+        state_roles: for every basic op, the (role, quantizer) pairs that have state.
+        observes: the (op index, role) pairs of forward quantizers with state.
+        aliases: for the main output and every returned extra output, whether it shares storage with the main input
+            or with an output before it.
+        refusals: candidates that matched a rule and were not fused, with the reason.
+    """
+
+    chain: Chain
+    recipe: Recipe | None
+    requires_grad: GradPattern
+    backend: str
+    compute_dtype: torch.dtype | None
+    fusions: Fusions
+    forward: tuple[ForwardStep, ...]
+    backward: tuple[BackwardStep, ...]
+    op_requires_grad: tuple[OpRequiresGrad, ...]
+    output_requires_grad: bool
+    state_roles: tuple[tuple[tuple[str, Quantizer], ...], ...]
+    observes: tuple[tuple[int, str], ...]
+    aliases: tuple[bool, ...]
+    refusals: tuple[Refusal, ...]
+
+    def __repr__(self) -> str:
+        lines = [f"plan(recipe={self.recipe!r}, backend={self.backend!r})"]
+        for title, steps in (("forward", self.forward), ("backward", self.backward)):
+            lines.append(f"  {title}:")
+            lines.extend(f"    {list(step.indices)} {type(step.op).__name__}" for step in steps)
+        lines.extend(f"  not fused: {refusal.rule} at {refusal.start}: {refusal.reason}" for refusal in self.refusals)
+        return "\n".join(lines)
+
+
+def plan(
+    block: Chain | Op,
+    *,
+    recipe: Recipe | None = None,
+    requires_grad: bool | GradPattern = True,
+    backend: str = "auto",
+    compute_dtype: torch.dtype | None = None,
+    fusions: Fusions | None = None,
+) -> Plan:
+    """The plan of a chain. Cached: a second call with equal values is a dictionary look-up.
+
+    Args:
+        block: a chain or an op.
+        recipe: a recipe, or None for high precision.
+        requires_grad: True (everything), False (inference), or ``(input, per-op parameter flags, extra inputs)``.
+        backend: ``"auto"`` or the name of a kernel backend.
+        compute_dtype: dtype of products, norms and activations under autocast; None follows the parameters.
+        fusions: the rules to use; None means :func:`default_fusions`, ``Fusions()`` means none.
+
+    Raises:
+        TypeError: ``recipe`` is no recipe, or the pattern is malformed.
+        ValueError: an unknown backend, or a pattern that does not fit the chain.
+    """
+    block = as_chain(block)
+    if isinstance(requires_grad, bool):
+        requires_grad = full_pattern(block, requires_grad)
+    rules = default_fusions() if fusions is None else fusions
+    key = (recipe, requires_grad, backend, compute_dtype, rules)
+    found: Plan | None = block.plans.get(key)  # type: ignore[attr-defined]
+    if found is None:
+        found = _make(block, recipe, requires_grad, backend, compute_dtype, rules)
+        block.plans[key] = found  # type: ignore[attr-defined]
+    return found
+
+
+def full_pattern(block: Chain, value: bool) -> GradPattern:
+    """The pattern in which everything needs a gradient, or nothing."""
+    return (value, tuple((value,) * len(op.param_names) for op in block.ops), (value,) * block.num_extra_inputs)
+
+
+def _check_pattern(block: Chain, pattern: Any) -> None:
+    if not (isinstance(pattern, tuple) and len(pattern) == 3):
+        raise type_error("plan", "requires_grad", "a bool or (input, params, extra_inputs)", repr(pattern))
+    expected = full_pattern(block, True)
+    _, params, extras = pattern
+    if tuple(len(flags) for flags in params) != tuple(len(flags) for flags in expected[1]):
+        raise value_error("plan", "requires_grad", f"parameter flags like {expected[1]}", params)
+    if len(extras) != block.num_extra_inputs:
+        raise value_error("plan", "requires_grad", f"{block.num_extra_inputs} extra-input flags", extras)
+
+
+def _grad_flow(block: Chain, pattern: GradPattern) -> tuple[OpRequiresGrad, ...]:
+    """What each op has to produce: an input gradient only if something before it needs one."""
+    flowing, flow = pattern[0], []
+    for index, op in enumerate(block.ops):
+        extras = tuple(
+            pattern[2][source.public] if source.public >= 0 else flow[source.op].any
+            for source in block.extra_sources[index]
+        )
+        reaches = flowing or any(pattern[1][index]) or any(extras)
+        flow.append(OpRequiresGrad(any=reaches, input=flowing, params=tuple(pattern[1][index]), extra_inputs=extras))
+        del op
+        flowing = reaches
+    return tuple(flow)
+
+
+def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> tuple[tuple[tuple[str, Quantizer], ...], ...]:
+    """The (role, quantizer) pairs of every op; ``kind`` is ``"forward"`` or ``"backward"``."""
+    if recipe is None:
+        return ((),) * len(block.ops)
+    result = []
+    for op in block.ops:
+        roles = op.forward_quantizers if kind == "forward" else op.backward_quantizers
+        pairs = [(role, recipe.quantizer(Role(type(op).__name__, role, op.name))) for role in roles]
+        result.append(tuple((role, quantizer) for role, quantizer in pairs if quantizer is not None))
+    return tuple(result)
+
+
+def _make(
+    block: Chain,
+    recipe: Recipe | None,
+    pattern: GradPattern,
+    backend: str,
+    compute_dtype: torch.dtype | None,
+    rules: Fusions,
+) -> Plan:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
+    _check_pattern(block, pattern)
+    backend = resolve_backend(backend)
+    flow = _grad_flow(block, pattern)
+    forward_quantizers = _quantizers(block, recipe, "forward")
+    backward_quantizers = _quantizers(block, recipe, "backward")
+    forward, backward, refusals = fuse(block.ops, rules, recipe, flow)
+    state_roles = tuple(
+        tuple(pair for pair in (*forward_quantizers[i], *backward_quantizers[i]) if pair[1].stateful)
+        for i in range(len(block.ops))
+    )
+    static = {"backend": backend, "compute_dtype": compute_dtype}
+    return Plan(
+        chain=block,
+        recipe=recipe,
+        requires_grad=pattern,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        fusions=rules,
+        forward=tuple(_forward_step(block, op, indices, flow, forward_quantizers, static) for op, indices in forward),
+        backward=tuple(
+            _backward_step(block, op, indices, flow, backward_quantizers)
+            for op, indices in reversed(backward)
+            if any(flow[i].any for i in indices)
+        ),
+        op_requires_grad=flow,
+        output_requires_grad=flow[-1].any,
+        state_roles=state_roles,
+        observes=tuple(
+            (i, role) for i, pairs in enumerate(forward_quantizers) for role, quantizer in pairs if quantizer.stateful
+        ),
+        aliases=_aliases(block),
+        refusals=refusals,
+    )
+
+
+def _aliases(block: Chain) -> tuple[bool, ...]:
+    """Which outputs share storage: inline ops pass on the storage of their input, every other op makes its own."""
+    storage, produced = 0, {}
+    for index, op in enumerate(block.ops):
+        storage = storage if op.inline_forward else index + 1
+        for slot in range(op.num_extra_outputs):
+            produced[index, slot] = storage if op.inline_forward else (index, slot)
+    seen: set[Any] = {0}
+    result = []
+    for place in (storage, *(produced[place] for place in block.extra_outputs)):
+        result.append(place in seen)
+        seen.add(place)
+    return tuple(result)
+
+
+def _forward_step(
+    block: Chain,
+    op: Op | FusedOp,
+    indices: tuple[int, ...],
+    flow: tuple[OpRequiresGrad, ...],
+    quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...],
+    static: dict[str, Any],
+) -> ForwardStep:
+    fused = isinstance(op, FusedOp)
+    following = dict(quantizers[indices[-1] + 1]) if indices[-1] + 1 < len(block.ops) else {}
+    provided = {**static, "requires_grad": tuple(flow[i] for i in indices) if fused else flow[indices[0]]}
+    provided["prev_op_grad_output_quantizer"] = None
+    names = op.provided_names
+    if not {"params", "state", "requires_grad"} <= names:
+        raise type_error(
+            where(block.ops, indices[0]),
+            "resolve_fwd_args",
+            "keyword-only params, state and requires_grad",
+            sorted(names),
+        )
+    return ForwardStep(
+        op=op,
+        indices=indices,
+        fused=fused,
+        static_kwargs={name: value for name, value in provided.items() if name in names},
+        quantizers=tuple(quantizers[i] for i in indices),
+        next_quantizer=following.get("input") if op.quantizes_output else None,
+        extra_sources=tuple(block.extra_sources[i] for i in indices),
+        dense_input=not block.ops[indices[0]].accepts_quantized_input,
+        saves=tuple(flow[i].any for i in indices),
+    )
+
+
+def _backward_step(
+    block: Chain,
+    op: Op | FusedOp,
+    indices: tuple[int, ...],
+    flow: tuple[OpRequiresGrad, ...],
+    quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...],
+) -> BackwardStep:
+    before = indices[0] - 1
+    casts = before >= 0 and flow[before].any and op.quantizes_grad_input
+    return BackwardStep(
+        op=op,
+        indices=indices,
+        fused=isinstance(op, FusedOp),
+        requires_grad=tuple(flow[i] for i in indices),
+        quantizers=tuple(quantizers[i] for i in indices),
+        prev_quantizer=dict(quantizers[before]).get("grad_output") if casts else None,
+    )

@@ -1,0 +1,130 @@
+"""Small pieces shared by ops: operands, checks, the store that ends a producer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functional_te._errors import type_error, value_error
+from functional_te.kernels import Backend
+from functional_te.ops.op import FLOAT_DTYPES, NO_AMAXES, Amaxes
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.tensor_spec import TensorSpec
+
+__all__ = [
+    "amaxes",
+    "check_float",
+    "check_last_dim",
+    "check_normalized",
+    "check_param",
+    "check_size",
+    "dense",
+    "normalized_shape_of",
+    "quantized_spec",
+    "spec_store",
+    "store",
+]
+
+TensorOrQuantized = torch.Tensor | QuantizedTensor
+
+
+def dense(x: TensorOrQuantized, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``x`` in high precision."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x
+
+
+def store(
+    k: Backend, y: torch.Tensor, dtype: torch.dtype, quantizer: BoundQuantizer | None
+) -> tuple[TensorOrQuantized, torch.Tensor | None]:
+    """End a producer: round ``y`` to ``dtype``, or cast it for its consumer.
+
+    A delayed-scaling cast takes the float32 result as it is; other quantizers see the value rounded to ``dtype``
+    (as Transformer Engine's kernels do).
+
+    Returns:
+        The stored tensor, and the amax that its quantizer observed or None.
+    """
+    if quantizer is None:
+        return (y if y.dtype is dtype else y.to(dtype)), None
+    if not quantizer.quantizer.from_float32 and y.dtype is not dtype:
+        y = y.to(dtype)
+    stored: tuple[TensorOrQuantized, torch.Tensor | None] = k.quantize(y, quantizer, dtype)
+    return stored
+
+
+def spec_store(spec: TensorSpec, dtype: torch.dtype, quantizer: BoundQuantizer | None) -> tuple[Any, TensorSpec | None]:
+    """The twin of :func:`store` over :class:`TensorSpec`."""
+    if quantizer is None:
+        return spec.with_(dtype=dtype), None
+    return quantized_spec(spec.with_(dtype=dtype), quantizer)
+
+
+def quantized_spec(spec: TensorSpec, bound: BoundQuantizer) -> tuple[QuantizedTensor, TensorSpec | None]:
+    """The twin of the quantize kernel over :class:`TensorSpec`."""
+    quantizer = bound.quantizer
+    scale = TensorSpec((1,), torch.float32, spec.device)
+    moved = (*spec.shape[-1:], *spec.shape[:-1])
+    quantized = QuantizedTensor(
+        rowwise_data=spec.with_(dtype=quantizer.dtype) if quantizer.rowwise else None,  # type: ignore[arg-type]
+        rowwise_scale_inv=scale if quantizer.rowwise else None,  # type: ignore[arg-type]
+        columnwise_data=spec.with_(shape=moved, dtype=quantizer.dtype) if quantizer.columnwise else None,  # type: ignore[arg-type]
+        columnwise_scale_inv=scale if quantizer.columnwise else None,  # type: ignore[arg-type]
+        dtype=spec.dtype,
+        quantizer=quantizer,
+    )
+    return quantized, (scale if quantizer.stateful else None)
+
+
+def amaxes(known: Amaxes = NO_AMAXES, **observed: Any) -> Amaxes:
+    """``known`` and the observations that are not None, by role."""
+    new = {role: amax for role, amax in observed.items() if amax is not None}
+    if not new:
+        return known
+    return Amaxes(roles=(*known.roles, *new), values=(*known.values, *new.values()))
+
+
+def check_float(x: Any, argument: str, where: str) -> None:
+    """Raise unless ``x`` is float32, float16 or bfloat16."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise type_error(where, argument, "float32, float16 or bfloat16", x.dtype)
+
+
+def check_last_dim(x: Any, size: int, where: str) -> None:
+    """Raise unless ``x`` is a floating tensor with last dimension ``size``."""
+    check_float(x, "input", where)
+    if len(x.shape) == 0 or x.shape[-1] != size:
+        raise value_error(where, "input", f"last dimension {size}", f"shape {tuple(x.shape)}")
+
+
+def check_param(params: Any, name: str, shape: tuple[int, ...], where: str) -> None:
+    """Raise unless parameter ``name`` is a floating tensor of ``shape``."""
+    param = params[name]
+    check_float(param, name, where)
+    if tuple(param.shape) != shape:
+        raise value_error(where, name, f"shape {shape}", f"shape {tuple(param.shape)}")
+
+
+def check_size(size: Any, where: str, argument: str) -> None:
+    """Raise unless a constructor argument is a positive int."""
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise type_error(where, argument, "an int", repr(size))
+    if size < 1:
+        raise value_error(where, argument, "at least 1", size)
+
+
+def normalized_shape_of(shape: Any, where: str) -> tuple[int, ...]:
+    """A normalized shape given as an int or an iterable of ints, as a tuple."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not sizes:
+        raise value_error(where, "normalized_shape", "at least one dimension", "()")
+    for size in sizes:
+        check_size(size, where, "normalized_shape")
+    return sizes
+
+
+def check_normalized(x: Any, shape: tuple[int, ...], where: str) -> None:
+    """Raise unless the trailing dimensions of ``x`` are ``shape``."""
+    check_float(x, "input", where)
+    if len(x.shape) < len(shape) or tuple(x.shape[len(x.shape) - len(shape) :]) != shape:
+        raise value_error(where, "input", f"trailing dimensions {shape}", f"shape {tuple(x.shape)}")

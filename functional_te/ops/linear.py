@@ -1,0 +1,290 @@
+"""BasicLinear: ``y = x @ W.T``, in high precision or low. Its bundles and pieces serve the linear fusions too."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+
+from functional_te import pytree
+from functional_te.kernels import kernels
+from functional_te.ops.common import (
+    TensorOrQuantized,
+    amaxes,
+    check_last_dim,
+    check_param,
+    check_size,
+    quantized_spec,
+    spec_store,
+    store,
+)
+from functional_te.ops.op import NO_AMAXES, Amaxes, BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.tensor_spec import TensorSpec
+
+__all__ = ["BasicLinear", "LinearBackwardArgs", "LinearForwardArgs", "LinearSaved"]
+
+
+@pytree.node
+class LinearForwardArgs:
+    """Bundle of the forward.
+
+    Attributes:
+        input_: ``[..., in_features]``.
+        weight: ``[out_features, in_features]``.
+        input_quantizer: how to cast the input, if it is not quantized yet.
+        weight_quantizer: how to cast the weight, if it is not quantized yet.
+        output_quantizer: the next op's input quantizer.
+        dtype: the compute dtype.
+        save_input: whether the backward needs the input.
+        save_weight: whether the backward needs the weight.
+        backend: name of the kernel backend.
+    """
+
+    input_: TensorOrQuantized
+    weight: TensorOrQuantized
+    input_quantizer: BoundQuantizer | None = None
+    weight_quantizer: BoundQuantizer | None = None
+    output_quantizer: BoundQuantizer | None = None
+    dtype: torch.dtype = pytree.static(default=torch.float32)
+    save_input: bool = pytree.static(default=False)
+    save_weight: bool = pytree.static(default=False)
+    backend: str = pytree.static(default="reference")
+
+
+@pytree.node
+class LinearSaved:
+    """Operands kept for the backward (quantized copies in low precision, else the tensors), and the compute dtype."""
+
+    input_: TensorOrQuantized | None
+    weight: TensorOrQuantized | None
+    dtype: torch.dtype = pytree.static(default=torch.float32)
+
+
+@pytree.node
+class LinearBackwardArgs:
+    """Bundle of the backward.
+
+    Attributes:
+        grad_output: ``[..., out_features]``.
+        input_: the saved input, None if the weight needs no gradient.
+        weight: the saved weight, None if the input needs no gradient.
+        grad_output_quantizer: how to cast the gradient, if it is not quantized yet.
+        grad_input_quantizer: the previous op's gradient quantizer.
+        dtype: the compute dtype.
+        backend: name of the kernel backend.
+    """
+
+    grad_output: TensorOrQuantized
+    input_: TensorOrQuantized | None
+    weight: TensorOrQuantized | None
+    grad_output_quantizer: BoundQuantizer | None = None
+    grad_input_quantizer: BoundQuantizer | None = None
+    dtype: torch.dtype = pytree.static(default=torch.float32)
+    backend: str = pytree.static(default="reference")
+
+
+def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSaved, Amaxes]:
+    """Cast input and weight of a forward bundle.
+
+    Returns:
+        The two operands, those of them that are fresh and to be saved, and the observed amaxes.
+    """
+    k = kernels(args.backend)
+    x, w = args.input_, args.weight
+    amax_x = amax_w = fresh_x = fresh_w = None
+    if args.input_quantizer is not None and not isinstance(x, QuantizedTensor):
+        x, amax_x = k.quantize(x, args.input_quantizer, args.dtype)
+        fresh_x = x
+    if args.weight_quantizer is not None and not isinstance(w, QuantizedTensor):
+        w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
+        fresh_w = w
+    aux = LinearSaved(
+        input_=fresh_x if args.save_input else None,
+        weight=fresh_w if args.save_weight else None,
+        dtype=args.dtype,
+    )
+    return x, w, aux, amaxes(input=amax_x, weight=amax_w)
+
+
+def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes]:
+    """The twin of :func:`operands` over :class:`TensorSpec`: what is saved and observed."""
+    saved: dict[str, Any] = {"input_": None, "weight": None}
+    observed: dict[str, Any] = {}
+    for name, role, save in (("input_", "input", args.save_input), ("weight", "weight", args.save_weight)):
+        value, bound = getattr(args, name), getattr(args, f"{role}_quantizer")
+        if bound is not None and not isinstance(value, QuantizedTensor):
+            quantized, observed[role] = quantized_spec(value.with_(dtype=args.dtype), bound)
+            saved[name] = quantized if save else None
+    return LinearSaved(**saved, dtype=args.dtype), amaxes(**observed)
+
+
+def saved_operands(args: Any, aux: LinearSaved) -> LinearSaved:
+    """What the backward needs: the fresh copies of ``aux``, else the bundle's own tensors."""
+    return LinearSaved(
+        input_=(args.input_ if aux.input_ is None else aux.input_) if args.save_input else None,
+        weight=(args.weight if aux.weight is None else aux.weight) if args.save_weight else None,
+        dtype=args.dtype,
+    )
+
+
+def _forward(args: LinearForwardArgs) -> FwdResult:
+    k = kernels(args.backend)
+    x, w, aux, observed = operands(args)
+    y = k.gemm_nt(x, w, dtype=args.dtype)
+    if args.output_quantizer is not None:
+        y, amax = store(k, y, args.dtype, args.output_quantizer)
+        observed = amaxes(observed, output=amax)
+    return FwdResult(y, aux, (), observed)
+
+
+def _forward_fake(args: LinearForwardArgs) -> FwdResult:
+    aux, observed = operand_specs(args)
+    y, amax = spec_store(linear_output_spec(args), args.dtype, args.output_quantizer)
+    return FwdResult(y, aux, (), amaxes(observed, output=amax))
+
+
+def linear_output_spec(args: Any) -> TensorSpec:
+    """Spec of the product of a forward bundle."""
+    x, w = args.input_, args.weight
+    device = x.data.device if isinstance(x, QuantizedTensor) else x.device
+    return TensorSpec((*x.shape[:-1], w.shape[0]), args.dtype, device)
+
+
+def grads(args: Any, add: torch.Tensor | None = None) -> BwdResult:
+    """Both gradients of a backward bundle; ``add`` is summed into the input gradient before any cast of it."""
+    k = kernels(args.backend)
+    dy, observed = args.grad_output, NO_AMAXES
+    if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
+        dy, amax = k.quantize(dy, args.grad_output_quantizer, args.dtype)
+        observed = amaxes(observed, grad_output=amax)
+    dx = dw = None
+    if args.weight is not None:
+        dx = k.gemm_nn(dy, args.weight, dtype=args.dtype, add=add)
+        if args.grad_input_quantizer is not None:
+            dx, amax = store(k, dx, args.dtype, args.grad_input_quantizer)
+            observed = amaxes(observed, grad_input=amax)
+    if args.input_ is not None:
+        dw = k.gemm_tn(dy, args.input_, dtype=args.dtype)
+    return BwdResult(dx, (dw,), (), observed)
+
+
+def grad_specs(args: Any) -> BwdResult:
+    """The twin of :func:`grads` over :class:`TensorSpec`."""
+    dy, dx, dw, observed = args.grad_output, None, None, NO_AMAXES
+    device = dy.data.device if isinstance(dy, QuantizedTensor) else dy.device
+    if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
+        _, amax = quantized_spec(dy, args.grad_output_quantizer)
+        observed = amaxes(observed, grad_output=amax)
+    if args.weight is not None:
+        spec = TensorSpec((*dy.shape[:-1], args.weight.shape[1]), args.dtype, device)
+        dx, amax = spec_store(spec, args.dtype, args.grad_input_quantizer)
+        observed = amaxes(observed, grad_input=amax)
+    if args.input_ is not None:
+        dw = TensorSpec((dy.shape[-1], args.input_.shape[-1]), args.dtype, device)
+    return BwdResult(dx, (dw,), (), observed)
+
+
+def check_linear(op: BasicLinear, input_: TensorSpec, params: Any, where: str) -> None:
+    """The argument check of a linear layer."""
+    check_last_dim(input_, op.in_features, where)
+    check_param(params, "weight", (op.out_features, op.in_features), where)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BasicLinear(Op):
+    """``y = x @ W.T`` without bias.
+
+    Compute dtype: autocast's, else the weight's. With a recipe the input, the weight and the output gradient are
+    cast and all three products run in low precision.
+
+    Args:
+        in_features: size of the last input dimension.
+        out_features: size of the last output dimension.
+
+    Parameters: ``weight [out_features, in_features]``, Kaiming-uniform with ``a = sqrt(5)``, which is
+    ``U(-1/sqrt(in_features), 1/sqrt(in_features))``.
+    """
+
+    in_features: int
+    out_features: int
+
+    param_names: ClassVar[tuple[str, ...]] = ("weight",)
+    forward_quantizers: ClassVar[tuple[str, ...]] = ("input", "weight")
+    backward_quantizers: ClassVar[tuple[str, ...]] = ("grad_output",)
+    accepts_quantized_input: ClassVar[bool] = True
+    quantizes_output: ClassVar[bool] = True
+    quantizes_grad_input: ClassVar[bool] = True
+    fwd_args_type: ClassVar[type[Any]] = LinearForwardArgs
+    bwd_args_type: ClassVar[type[Any]] = LinearBackwardArgs
+
+    forward_impl = staticmethod(_forward)
+    forward_fake = staticmethod(_forward_fake)
+    backward_impl = staticmethod(grads)
+    backward_fake = staticmethod(grad_specs)
+    setup_context = staticmethod(saved_operands)
+
+    def __post_init__(self) -> None:
+        check_size(self.in_features, "BasicLinear", "in_features")
+        check_size(self.out_features, "BasicLinear", "out_features")
+
+    def param_specs(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, TensorSpec]:
+        """``weight [out_features, in_features]``."""
+        return {"weight": TensorSpec((self.out_features, self.in_features), dtype, device)}
+
+    def init_params(
+        self, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
+        """Kaiming-uniform weight."""
+        bound = 1.0 / math.sqrt(self.in_features)
+        weight = torch.rand(self.out_features, self.in_features, generator=generator) * (2 * bound) - bound
+        return {"weight": weight.to(device=device, dtype=dtype)}
+
+    def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:
+        """Last dimension and weight shape."""
+        del extra_inputs
+        check_linear(self, input_, params, where)
+
+    def resolve_fwd_args(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        params: Any,
+        state: dict[str, BoundQuantizer],
+        requires_grad: OpRequiresGrad,
+        next_op_input_quantizer: BoundQuantizer | None = None,
+        compute_dtype: torch.dtype | None = None,
+        backend: str = "reference",
+    ) -> LinearForwardArgs:
+        """The forward bundle."""
+        weight = params["weight"]
+        return LinearForwardArgs(
+            input_=input_,
+            weight=weight,
+            input_quantizer=state.get("input"),
+            weight_quantizer=state.get("weight"),
+            output_quantizer=next_op_input_quantizer,
+            dtype=weight.dtype if compute_dtype is None else compute_dtype,
+            save_input=requires_grad.params[0],
+            save_weight=requires_grad.input,
+            backend=backend,
+        )
+
+    def resolve_bwd_args(self, ctx: BackwardContext, grad_output: TensorOrQuantized) -> LinearBackwardArgs:
+        """The backward bundle."""
+        return LinearBackwardArgs(**linear_backward_fields(ctx, grad_output))
+
+
+def linear_backward_fields(ctx: BackwardContext, grad_output: TensorOrQuantized) -> dict[str, Any]:
+    """The fields of a linear backward bundle, from the linear's own context."""
+    return {
+        "grad_output": grad_output,
+        "input_": ctx.saved.input_,
+        "weight": ctx.saved.weight,
+        "grad_output_quantizer": ctx.quantizers.get("grad_output"),
+        "grad_input_quantizer": ctx.prev_op_grad_output_quantizer,
+        "dtype": ctx.saved.dtype,
+        "backend": ctx.backend,
+    }

@@ -1,0 +1,242 @@
+"""Running a plan: the forward pass and the backward pass as pure functions over values.
+
+Nothing here touches autograd or global state. How a step is launched (``launch``) is a parameter, so that the bridge
+can put a custom op in the place of an implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from functional_te.fuser.plan import BackwardStep, ForwardStep, Plan
+from functional_te.ops import BackwardContext, BwdResult, FwdResult
+from functional_te.quantization.state import update_amax
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+
+__all__ = ["BackwardOutcome", "ForwardOutcome", "backward_pass", "fold_amaxes", "forward_pass", "launch_impl"]
+
+Amaxes = dict[tuple[int, str], torch.Tensor]
+
+
+class ForwardOutcome(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+        output: the main output.
+        extra_outputs: those returned to the caller, in (op, slot) order.
+        amaxes: observed amaxes by (op index, role).
+        saved: for every basic op, the pytree its backward needs, or None.
+    """
+
+    output: Any
+    extra_outputs: tuple[torch.Tensor, ...]
+    amaxes: Amaxes
+    saved: tuple[Any, ...]
+
+
+class BackwardOutcome(NamedTuple):
+    """What a backward pass gives.
+
+    Attributes:
+        grad_input: gradient of the main input, or None.
+        grad_params: for every basic op, one gradient or None per parameter.
+        grad_extra_inputs: one gradient or None per public extra input.
+        amaxes: observed amaxes by (op index, role).
+    """
+
+    grad_input: torch.Tensor | None
+    grad_params: tuple[tuple[torch.Tensor | None, ...], ...]
+    grad_extra_inputs: tuple[torch.Tensor | None, ...]
+    amaxes: Amaxes
+
+
+def launch_impl(op: Any, direction: str, args: Any) -> Any:
+    """Launch a step by calling its implementation."""
+    return op.forward_impl(args) if direction == "forward" else op.backward_impl(args)
+
+
+def _bind(quantizer: Any, state: Any, index: int, role: str) -> BoundQuantizer:
+    return BoundQuantizer(quantizer=quantizer, scale=state[index][role].scale if quantizer.stateful else None)
+
+
+def _bind_all(pairs: Any, state: Any, index: int) -> dict[str, BoundQuantizer]:
+    return {role: _bind(quantizer, state, index, role) for role, quantizer in pairs}
+
+
+def _extra_input(source: Any, public: Any, produced: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    extra: torch.Tensor = public[source.public] if source.public >= 0 else produced[source.op, source.slot]
+    return extra
+
+
+def _forward_args(
+    step: ForwardStep,
+    x: Any,
+    params: Any,
+    state: Any,
+    extra_inputs: Any,
+    produced: dict[tuple[int, int], torch.Tensor],
+    kwargs: dict[int, dict[str, Any]],
+) -> Any:
+    """The bundle of one forward step."""
+    if step.dense_input and isinstance(x, QuantizedTensor):
+        x = x.dequantize()
+    call = dict(step.static_kwargs)
+    first, last = step.indices[0], step.indices[-1]
+    if step.next_quantizer is not None:
+        call["next_op_input_quantizer"] = _bind(step.next_quantizer, state, last + 1, "input")
+    if not step.fused:
+        call["params"] = params[first]
+        call["state"] = _bind_all(step.quantizers[0], state, first) if step.quantizers[0] else {}
+        if step.extra_sources[0]:
+            call["extra_inputs"] = tuple(_extra_input(s, extra_inputs, produced) for s in step.extra_sources[0])
+        if kwargs and first in kwargs:
+            call.update(kwargs[first])
+    else:
+        call["params"] = tuple(params[i] for i in step.indices)
+        call["state"] = tuple(_bind_all(q, state, i) for q, i in zip(step.quantizers, step.indices, strict=True))
+        if "extra_inputs" in step.op.provided_names:
+            call["extra_inputs"] = tuple(
+                tuple(_extra_input(s, extra_inputs, produced) for s in sources) for sources in step.extra_sources
+            )
+    return step.op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
+
+
+def forward_pass(
+    plan: Plan,
+    x: Any,
+    params: Any,
+    state: Any,
+    extra_inputs: Any = (),
+    kwargs: dict[int, dict[str, Any]] | None = None,
+    launch: Callable[[Any, str, Any], Any] = launch_impl,
+) -> ForwardOutcome:
+    """Run the forward of a plan. Arguments are taken to fit; see :func:`functional_te.api.apply`."""
+    amaxes: Amaxes = {}
+    produced: dict[tuple[int, int], torch.Tensor] = {}
+    saved: list[Any] = [None] * len(plan.chain.ops)
+    kwargs = kwargs or {}
+    for step in plan.forward:
+        args = _forward_args(step, x, params, state, extra_inputs, produced, kwargs)
+        result = launch(step.op, "forward", args)
+        if type(result) is not FwdResult:
+            result = FwdResult(*result)
+        x = result.output
+        first, last = step.indices[0], step.indices[-1]
+        if result.extra_outputs:
+            groups = result.extra_outputs if step.fused else (result.extra_outputs,)
+            for index, extras in zip(step.indices, groups, strict=True):
+                for slot, extra in enumerate(extras):
+                    produced[index, slot] = extra
+        for role, amax in result.amaxes.items():
+            if role == "output":
+                amaxes[last + 1, "input"] = amax
+            else:
+                amaxes[first, role] = amax
+        if step.fused:
+            if any(step.saves):
+                contexts = step.op.setup_context(args, result.aux)
+                for index, keep, context in zip(step.indices, step.saves, contexts, strict=True):
+                    saved[index] = context if keep else None
+        elif step.saves[0]:
+            saved[first] = step.op.setup_context(args, result.aux)
+    return ForwardOutcome(x, tuple(produced[place] for place in plan.chain.extra_outputs), amaxes, tuple(saved))
+
+
+def _backward_contexts(
+    plan: Plan, step: BackwardStep, saved: Any, state: Any, grad_extras: dict[tuple[int, int], torch.Tensor]
+) -> tuple[BackwardContext, ...]:
+    contexts = []
+    for position, index in enumerate(step.indices):
+        previous = None
+        if position == 0 and step.prev_quantizer is not None:
+            previous = _bind(step.prev_quantizer, state, index - 1, "grad_output")
+        quantizers = step.quantizers[position]
+        slots = plan.chain.ops[index].num_extra_outputs
+        contexts.append(
+            BackwardContext(
+                saved[index],
+                step.requires_grad[position],
+                _bind_all(quantizers, state, index) if quantizers else {},
+                previous,
+                tuple(grad_extras.get((index, slot)) for slot in range(slots)) if slots else (),
+                plan.backend,
+                plan.compute_dtype,
+            )
+        )
+    return tuple(contexts)
+
+
+def backward_pass(
+    plan: Plan,
+    saved: Any,
+    state: Any,
+    grad_output: Any,
+    grad_extra_outputs: Any = (),
+    launch: Callable[[Any, str, Any], Any] = launch_impl,
+) -> BackwardOutcome:
+    """Run the backward of a plan.
+
+    Args:
+        plan: the plan that the forward ran.
+        saved: what the forward saved.
+        state: quantizer state; only the gradient quantizers' is read.
+        grad_output: gradient of the main output.
+        grad_extra_outputs: one gradient or None for every extra output returned to the caller.
+        launch: how a step is launched.
+    """
+    block, dy = plan.chain, grad_output
+    amaxes: Amaxes = {}
+    grad_params: list[tuple[torch.Tensor | None, ...]] = [(None,) * len(op.param_names) for op in block.ops]
+    grad_public: list[torch.Tensor | None] = [None] * block.num_extra_inputs
+    grad_extras = {
+        place: grad for place, grad in zip(block.extra_outputs, grad_extra_outputs, strict=False) if grad is not None
+    }
+    for step in plan.backward:
+        contexts = _backward_contexts(plan, step, saved, state, grad_extras)
+        args = step.op.resolve_bwd_args(contexts if step.fused else contexts[0], dy)  # type: ignore[union-attr]
+        result = launch(step.op, "backward", args)
+        if type(result) is not BwdResult:
+            result = BwdResult(result[0], tuple(result[1:]))
+        if result.grad_input is not None:
+            dy = result.grad_input
+        first, last = step.indices[0], step.indices[-1]
+        by_op = result.grad_params if step.fused else (result.grad_params,)
+        for index, grads in zip(step.indices, by_op, strict=True):
+            if grads:
+                grad_params[index] = tuple(grads)
+        if result.grad_extra_inputs:
+            groups = result.grad_extra_inputs if step.fused else (result.grad_extra_inputs,)
+            for index, grads in zip(step.indices, groups, strict=True):
+                _route(block.extra_sources[index], grads, grad_public, grad_extras)
+        for role, amax in result.amaxes.items():
+            if role == "grad_input":
+                amaxes[first - 1, "grad_output"] = amax
+            else:
+                amaxes[last, role] = amax
+    return BackwardOutcome(dy if plan.requires_grad[0] else None, tuple(grad_params), tuple(grad_public), amaxes)
+
+
+def _route(sources: Any, grads: Any, grad_public: list[Any], grad_extras: dict[tuple[int, int], Any]) -> None:
+    """Send gradients of extra inputs to the caller or to the producing op, summed out of place."""
+    for source, grad in zip(sources, grads, strict=True):
+        if grad is None:
+            continue
+        if source.public >= 0:
+            grad_public[source.public] = grad
+        else:
+            place = (source.op, source.slot)
+            known = grad_extras.get(place)
+            grad_extras[place] = grad if known is None else known + grad
+
+
+def fold_amaxes(state: Any, amaxes: Amaxes) -> Any:
+    """The state with every observation folded in; other entries are kept as they are."""
+    if not amaxes:
+        return state
+    folded = [dict(roles) for roles in state]
+    for (index, role), amax in amaxes.items():
+        folded[index][role] = update_amax(folded[index][role], amax)
+    return tuple(folded)

@@ -1,0 +1,67 @@
+"""From the largest magnitude of a tensor to its scale: the formulas shared by all per-tensor quantizers.
+
+``scale`` multiplies into low precision, ``scale_inv = 1 / scale`` multiplies out of it. All values are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["FLOAT32_MAX", "amax_of", "current_scale", "delayed_scale", "fold_amax", "roll_history"]
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of ``x`` as a float32 tensor of shape ``[1]``; 0 for a tensor without elements.
+
+    NaN anywhere gives NaN. The reduction runs in the dtype of ``x``, which is exact.
+    """
+    if x.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    return x.abs().amax().to(torch.float32).reshape(1)
+
+
+def current_scale(amax: torch.Tensor, limit: float, *, epsilon: float = 0.0, power_of_2: bool = False) -> torch.Tensor:
+    """Scale of per-tensor current scaling: ``limit / max(amax, epsilon)``.
+
+    An amax of 0, infinity or NaN gives scale 1; a quotient that overflows gives the largest float32; with
+    ``power_of_2`` the mantissa is cleared, which rounds the scale down.
+
+    Args:
+        amax: float32 ``[1]``.
+        limit: largest finite value of the element format.
+        epsilon: floor of the amax.
+        power_of_2: whether scales are powers of two.
+    """
+    floored = amax.clamp(min=epsilon) if epsilon > 0.0 else amax
+    scale = (limit / floored).clamp(max=FLOAT32_MAX)
+    if power_of_2:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
+    usable = (floored > 0) & torch.isfinite(floored)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, limit: float, *, margin: int = 0) -> torch.Tensor:
+    """Scale of delayed scaling: ``limit / amax * 2**-margin``.
+
+    An amax of 0, infinity or NaN keeps ``previous``; a quotient that overflows gives the largest float32.
+    """
+    scale = (limit / amax) * 2.0**-margin
+    usable = (amax > 0) & torch.isfinite(amax)
+    return torch.where(usable, scale.clamp(max=FLOAT32_MAX), previous)
+
+
+def fold_amax(history: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The history with ``amax`` folded into its observation slot: ``slot 0 = max(slot 0, amax)``.
+
+    Folding the same value twice changes nothing, so recomputing a forward does not change the state. NaN stays.
+    """
+    return torch.cat((torch.maximum(history[:1], amax), history[1:]))
+
+
+def roll_history(history: torch.Tensor) -> torch.Tensor:
+    """Close one step: slot ``i`` takes slot ``i + 1``, the last slot takes the observation, slot 0 becomes 0."""
+    rolled = torch.cat((torch.zeros_like(history[:1]), history[2:], history[:1]))
+    return rolled[: history.shape[0]]
