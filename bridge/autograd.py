@@ -13,7 +13,7 @@ import torch
 
 from bridge import compat
 from bridge.gate import launch_traced, traced_plan
-from bridge.state import fold_amaxes_
+from bridge.state import close_, fold_amaxes_
 from functional_te import pytree
 from functional_te.api import bind_kwargs
 from functional_te.chain import as_chain
@@ -35,18 +35,26 @@ class _Call:
         kwarg_names: for every op with forward kwargs, its index and their names.
         slots: for every leaf of that tree, which of the distinct arguments it is.
         counts: leaves of x, of every parameter, and of every extra input, in order.
+        closes: whether the backward also closes the step of its quantizers (see :mod:`bridge.recipe_context`).
         saved_spec: tree definition of what the forward saved (set by the forward of the transformable variant).
         saved_places: for every saved leaf, ``(True, argument)`` or ``(False, output)`` (likewise).
     """
 
     def __init__(
-        self, plan: Plan, spec: Any, kwarg_names: Any, slots: tuple[int, ...], counts: tuple[int, ...]
+        self,
+        plan: Plan,
+        spec: Any,
+        kwarg_names: Any,
+        slots: tuple[int, ...],
+        counts: tuple[int, ...],
+        closes: bool,
     ) -> None:
         self.plan = plan
         self.spec = spec
         self.kwarg_names = kwarg_names
         self.slots = slots
         self.counts = counts
+        self.closes = closes
         self.saved_spec: Any = None
         self.saved_places: tuple[tuple[bool, int], ...] = ()
 
@@ -93,7 +101,10 @@ def _backward(call: _Call, saved: Any, state: Any, grads: Any) -> tuple[Any, ...
     count = len(plan.chain.extra_outputs)
     launch = launch_traced if torch.compiler.is_compiling() else launch_impl
     outcome = backward_pass(plan, saved, state, grads[0], grads[1 : 1 + count], launch)
-    fold_amaxes_(state, outcome.amaxes)
+    if call.closes:
+        close_(plan, state, outcome.amaxes)
+    else:
+        fold_amaxes_(state, outcome.amaxes)
     found: list[Any] = [outcome.grad_input]
     for own in outcome.grad_params:
         found.extend(own)
@@ -250,8 +261,12 @@ def run(
     kwargs: Any = None,
     backend: str = "auto",
     fusions: Any = None,
+    closes: bool = False,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
-    """Run a chain differentiably.
+    """Run a chain differentiably. Takes the arguments of :func:`apply`, with ``block`` as a chain.
+
+    Args:
+        closes: whether the backward closes the step of its quantizers.
 
     Returns:
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).
@@ -260,8 +275,8 @@ def run(
     if torch.is_autocast_enabled(device):
         compute_dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, compute_dtype)
-    return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None)
+            return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, compute_dtype, closes)
+    return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes)
 
 
 def _run(
@@ -275,6 +290,7 @@ def _run(
     backend: str,
     fusions: Any,
     compute_dtype: Any,
+    closes: bool,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
     try:
@@ -307,7 +323,7 @@ def _run(
     leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values))
     counts = tuple([_leaf_count(value) for value in (x, *[p for ps in own for p in ps], *extra_inputs)])
     unique, slots = _distinct(leaves)
-    call = _Call(plan, spec, kwarg_names, slots, counts)
+    call = _Call(plan, spec, kwarg_names, slots, counts, closes)
     if not compiling and compat.functorch_active():
         results = TransformableChainFunction.apply(call, *unique)
     else:

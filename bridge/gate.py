@@ -16,14 +16,24 @@ from functional_te._value import value_of
 from functional_te.fuser.plan import Plan
 from functional_te.fuser.plan import plan as make_plan
 
-__all__ = ["CompileEagerFallbackWarning", "launch_traced", "traced_plan", "warn_compile_eager_fallback"]
+__all__ = [
+    "CompileEagerFallbackWarning",
+    "launch_traced",
+    "traced_plan",
+    "traced_state_roles",
+    "warn_compile_eager_fallback",
+]
 
 
 class CompileEagerFallbackWarning(UserWarning):
     """An op has no custom op; a compiled graph contains its eager implementation instead."""
 
 
-_plans: dict[str, Plan] = {}
+class _Table:
+    """Plans by name, as attributes: Dynamo reads an attribute when it is asked for, but a dict once per trace."""
+
+
+_plans = _Table()
 _reported: set[str] = set()
 
 
@@ -43,7 +53,7 @@ def _prepare(
     block: int, recipe: int | None, pattern: Any, backend: str, compute_dtype: Any, fusions: int | None
 ) -> str:
     """Make the plan and register its ops, by :attr:`Value.uid`; runs for real even while a caller is traced."""
-    key = f"{block}/{recipe}/{pattern}/{backend}/{compute_dtype}/{fusions}"
+    key = f"plan_{block}_{recipe}_{pattern}_{backend}_{compute_dtype}_{fusions}"
     plan = make_plan(
         value_of(block),
         recipe=value_of(recipe),
@@ -56,7 +66,7 @@ def _prepare(
         reason = ensure_registered(type(step.op))
         if reason is not None:
             warn_compile_eager_fallback(reason)
-    _plans[key] = plan
+    setattr(_plans, key, plan)
     return key
 
 
@@ -70,7 +80,12 @@ def traced_plan(block: Any, recipe: Any, pattern: Any, backend: str, compute_dty
         compute_dtype,
         None if fusions is None else fusions.uid,
     )
-    return _plans[key]
+    return getattr(_plans, key)  # type: ignore[no-any-return]
+
+
+def traced_state_roles(block: Any, recipe: Any) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    """For every op, the (role, quantizer) pairs that have state; of a call that Dynamo is tracing."""
+    return traced_plan(block, recipe, True, "auto", None, None).state_roles
 
 
 def launch_traced(op: Any, direction: str, args: Any) -> Any:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from bridge.library import NAMESPACE
+from functional_te.fuser.plan import Plan
 from functional_te.quantization.scaling import fold_amax
+from functional_te.quantization.state import DelayedScalingState, update_amax, update_scale
 
-__all__ = ["fold_amaxes_", "write_"]
+__all__ = ["close_", "fold_amaxes_", "write_", "write_state_"]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
@@ -46,3 +48,17 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
     else:
         for (index, role), amax in amaxes.items():
             _fold_amax(state[index][role].amax_history, amax)
+
+
+def write_state_(state: DelayedScalingState, new: DelayedScalingState) -> None:
+    """Write the tensors of ``new`` into those of ``state``."""
+    write_(state.scale, new.scale)
+    write_(state.amax_history, new.amax_history)
+
+
+def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:
+    """Fold observations in and close the step of the quantizers that observed, in place: one write per tensor."""
+    for (index, role), amax in amaxes.items():
+        quantizer = dict(plan.state_roles[index])[role]
+        old = state[index][role]
+        write_state_(old, update_scale(quantizer, update_amax(old, amax)))

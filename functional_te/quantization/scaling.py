@@ -54,7 +54,7 @@ def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, limit: float, *, m
 
 
 def fold_amax(history: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """The history with ``amax`` folded into its observation slot: ``slot 0 = max(slot 0, amax)``.
+    """The history ``[L]`` with ``amax`` folded into its observation slot: ``slot 0 = max(slot 0, amax)``.
 
     Folding the same value twice changes nothing, so recomputing a forward does not change the state. NaN stays.
     """
@@ -62,6 +62,9 @@ def fold_amax(history: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def roll_history(history: torch.Tensor) -> torch.Tensor:
-    """Close one step: slot ``i`` takes slot ``i + 1``, the last slot takes the observation, slot 0 becomes 0."""
-    rolled = torch.cat((torch.zeros_like(history[:1]), history[2:], history[:1]))
-    return rolled[: history.shape[0]]
+    """Close one step of a history ``[..., L]``.
+
+    Slot ``i`` takes slot ``i + 1``, the last slot takes the observation, slot 0 becomes 0.
+    """
+    rolled = torch.cat((torch.zeros_like(history[..., :1]), history[..., 2:], history[..., :1]), dim=-1)
+    return rolled[..., : history.shape[-1]]

@@ -49,22 +49,26 @@ def update_amax(state: DelayedScalingState, amax: torch.Tensor) -> DelayedScalin
 
 
 def update_scale(quantizer: Quantizer, state: Any) -> Any:
-    """The state after closing a step: next scale and rolled history. Unchanged if nothing was observed."""
+    """The state after closing a step: next scale and rolled history. Unchanged if nothing was observed.
+
+    States of one quantizer may be stacked: scale ``[n, 1]`` and history ``[n, L]`` give the same bits as one by one
+    (with the built-in algorithms).
+    """
     if not isinstance(quantizer, Float8DelayedScalingQuantizer):
         return state
     history = state.amax_history
     algorithm = quantizer.amax_compute_algo
     if algorithm == "max":
-        amax = history.amax().reshape(1)
+        amax = history.amax(dim=-1, keepdim=True)
     elif algorithm == "most_recent":
-        amax = history[:1]
+        amax = history[..., :1]
     else:
         amax = algorithm(history).reshape(1)
     if quantizer.scaling_factor_compute_algo is None:
         scale = delayed_scale(amax, state.scale, quantizer.limit, margin=quantizer.margin)
     else:
         scale = quantizer.scaling_factor_compute_algo(amax, state.scale, quantizer.limit, quantizer).reshape(1)
-    observed = history[:1] != 0
+    observed = history[..., :1] != 0
     return DelayedScalingState(
         scale=torch.where(observed, scale, state.scale),
         amax_history=torch.where(observed, roll_history(history), history),

@@ -35,7 +35,7 @@ def _backward(args: ActivationBiasBackwardArgs) -> BwdResult:
     dy = dy if dy.dtype is act.dtype else dy.to(act.dtype)
     db = bias_grad(dy) if args.needs_bias else None
     dx, amax = store(kernels(act.backend), dy, act.dtype, args.grad_input_quantizer)
-    return BwdResult(dx, ((db,), ()), ((), ()), amaxes(grad_input=amax))
+    return BwdResult(dx, ((db,), ()), (), amaxes(grad_input=amax))
 
 
 def _backward_fake(args: ActivationBiasBackwardArgs) -> BwdResult:
@@ -43,7 +43,7 @@ def _backward_fake(args: ActivationBiasBackwardArgs) -> BwdResult:
     spec = TensorSpec(tuple(act.input_.shape), act.dtype, act.grad_output.device)
     db = spec.with_(shape=spec.shape[-1:]) if args.needs_bias else None
     dx, amax = spec_store(spec, act.dtype, args.grad_input_quantizer)
-    return BwdResult(dx, ((db,), ()), ((), ()), amaxes(grad_input=amax))
+    return BwdResult(dx, ((db,), ()), (), amaxes(grad_input=amax))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ __all__ = ["BACKWARD_ADD_RMS_NORM", "BackwardAddRMSNorm"]
 
 
 def _cover_both(result: BwdResult) -> BwdResult:
-    return BwdResult(result.grad_input, ((), result.grad_params), ((), ()), result.amaxes)
+    return BwdResult(result.grad_input, ((), result.grad_params), (), result.amaxes)
 
 
 def _backward(args: RMSNormBackwardArgs) -> BwdResult:

@@ -25,7 +25,7 @@ class LinearAddBackwardArgs:
 
 def _backward(args: LinearAddBackwardArgs) -> BwdResult:
     result = grads(args.linear, add=args.grad_extra)
-    return BwdResult(result.grad_input, ((), result.grad_params), ((), ()), result.amaxes)
+    return BwdResult(result.grad_input, ((), result.grad_params), (), result.amaxes)
 
 
 def _backward_fake(args: LinearAddBackwardArgs) -> BwdResult:
@@ -33,7 +33,7 @@ def _backward_fake(args: LinearAddBackwardArgs) -> BwdResult:
     dx = result.grad_input
     if args.grad_extra is not None and dx is not None:
         dx = dx.with_(dtype=torch.promote_types(dx.dtype, args.grad_extra.dtype))
-    return BwdResult(dx, ((), result.grad_params), ((), ()), result.amaxes)
+    return BwdResult(dx, ((), result.grad_params), (), result.amaxes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

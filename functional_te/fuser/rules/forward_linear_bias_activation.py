@@ -80,9 +80,9 @@ def _forward(args: LinearBiasActivationArgs) -> FwdResult:
             y = None
         elif act.aux is not None:
             y = act.aux
-        return FwdResult(act.output, (aux, y), ((), (), ()), amaxes(observed, **dict(act.amaxes.items())))
+        return FwdResult(act.output, (aux, y), (), amaxes(observed, **dict(act.amaxes.items())))
     output, amax = store(k, y, args.dtype, args.output_quantizer)
-    return FwdResult(output, (aux, None), ((), ()), amaxes(observed, output=amax))
+    return FwdResult(output, (aux, None), (), amaxes(observed, output=amax))
 
 
 def _forward_fake(args: LinearBiasActivationArgs) -> FwdResult:
@@ -96,9 +96,9 @@ def _forward_fake(args: LinearBiasActivationArgs) -> FwdResult:
             y = None
         elif act.aux is not None:
             y = act.aux
-        return FwdResult(act.output, (aux, y), ((), (), ()), amaxes(observed, **dict(act.amaxes.items())))
+        return FwdResult(act.output, (aux, y), (), amaxes(observed, **dict(act.amaxes.items())))
     output, amax = spec_store(y, args.dtype, args.output_quantizer)
-    return FwdResult(output, (aux, None), ((), ()), amaxes(observed, output=amax))
+    return FwdResult(output, (aux, None), (), amaxes(observed, output=amax))
 
 
 def _setup_context(args: LinearBiasActivationArgs, aux: Any) -> tuple[Any, ...]:

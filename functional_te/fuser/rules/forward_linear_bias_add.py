@@ -30,7 +30,7 @@ def _forward(args: LinearBiasAddArgs) -> FwdResult:
     x, w, aux, observed = operands(args.linear)
     k = kernels(args.linear.backend)
     y = k.gemm_nt(x, w, dtype=args.linear.dtype, bias=args.bias, add=args.extra)
-    return FwdResult(y, aux, ((),) * (2 if args.bias is None else 3), observed)
+    return FwdResult(y, aux, (), observed)
 
 
 def _forward_fake(args: LinearBiasAddArgs) -> FwdResult:
@@ -39,7 +39,7 @@ def _forward_fake(args: LinearBiasAddArgs) -> FwdResult:
     dtype = torch.promote_types(y.dtype, args.extra.dtype)
     if args.bias is not None:
         dtype = torch.promote_types(dtype, args.bias.dtype)
-    return FwdResult(y.with_(dtype=dtype), aux, ((),) * (2 if args.bias is None else 3), observed)
+    return FwdResult(y.with_(dtype=dtype), aux, (), observed)
 
 
 def _setup_context(args: LinearBiasAddArgs, aux: Any) -> tuple[Any, ...]:

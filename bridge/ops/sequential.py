@@ -1,0 +1,142 @@
+"""A container that runs consecutive fusible ops as one chain."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from bridge.ops.operation import BasicOperation, FusibleOperation, Group
+from functional_te._errors import value_error
+
+__all__ = ["Sequential"]
+
+
+class Sequential(torch.nn.Sequential):
+    """Modules in order; consecutive fusible ops run as one chain, other modules are called with the main tensor.
+
+    Args:
+        args: modules, or one mapping from names to modules.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            from collections import OrderedDict
+
+            args = (OrderedDict(args[0]),)
+        super().__init__(*args)
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Compute the groups again, after ops were exchanged or their channels were set."""
+        groups: list[Any] = []
+        run: list[BasicOperation] = []
+        self._group_error: Exception | None = None
+        for module in self._modules.values():
+            if isinstance(module, FusibleOperation):
+                run.extend(module.basic_operations())
+                continue
+            if run:
+                groups.append(self._group(run))
+                run = []
+            groups.append(module)
+        if run:
+            groups.append(self._group(run))
+        # a plain attribute: the modules are registered under their own names already
+        self.__dict__["_module_groups"] = groups
+
+    def _group(self, modules: list[BasicOperation]) -> Group | None:
+        for module in modules:
+            if not any(owner() is self for owner in module._owners):
+                module._owners.append(weakref.ref(self))
+        try:
+            return Group(modules)
+        except ValueError as error:  # channels may still be set; a forward raises what is left
+            self._group_error = error
+            return None
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Any = None) -> Any:  # noqa: A002
+        """Run the modules.
+
+        Args:
+            input: the main tensor.
+            extra_inputs: extra inputs that come from no channel, in module order.
+            op_kwargs: forward kwargs by contained op or its index.
+
+        Returns:
+            The main output, or a tuple of it and the extra outputs.
+
+        Raises:
+            ValueError: too few or too many extra inputs, kwargs for something that takes none, broken channels.
+        """
+        if self._group_error is not None:
+            raise self._group_error
+        kwargs = self._bind_kwargs(op_kwargs) if op_kwargs else None
+        x, extras, taken = input, [], 0
+        for group in self._module_groups:
+            if not isinstance(group, Group):
+                x = group(x)
+                continue
+            count = group.num_extra_inputs
+            if taken + count > len(extra_inputs):
+                raise value_error(
+                    "Sequential", "extra_inputs", f"at least {taken + count} extra inputs", len(extra_inputs)
+                )
+            given = None
+            if kwargs:
+                given = {i: kwargs[m] for i, m in enumerate(group.modules) if m in kwargs}
+            x, *more = group(x, extra_inputs[taken : taken + count], given)
+            taken += count
+            extras.extend(more)
+        if taken != len(extra_inputs):
+            raise value_error("Sequential", "extra_inputs", f"{taken} extra inputs", len(extra_inputs))
+        return (x, *extras) if extras else x
+
+    def _bind_kwargs(self, op_kwargs: Any) -> dict[Any, dict[str, Any]]:
+        contained = list(self._modules.values())
+        bound = {}
+        for key, kwargs in op_kwargs.items():
+            module = contained[key] if isinstance(key, int) and -len(contained) <= key < len(contained) else key
+            if not any(module is known for known in contained):
+                raise value_error("Sequential", "op_kwargs", "contained ops or their indices", repr(key))
+            if not isinstance(module, BasicOperation):
+                raise value_error("Sequential", "op_kwargs", "a basic op", type(module).__name__)
+            bound[module] = dict(kwargs)
+        return bound
+
+    def __setitem__(self, index: Any, module: Any) -> None:
+        super().__setitem__(index, module)
+        self.regroup()
+
+    def __delitem__(self, index: Any) -> None:
+        super().__delitem__(index)
+        self.regroup()
+
+    def append(self, module: Any) -> Any:
+        """Add a module at the end."""
+        super().append(module)
+        self.regroup()
+        return self
+
+    def insert(self, index: int, module: Any) -> Any:
+        """Insert a module."""
+        super().insert(index, module)
+        self.regroup()
+        return self
+
+    def extend(self, modules: Iterable[Any]) -> Any:
+        """Add modules at the end."""
+        for module in list(modules):
+            self.append(module)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("_module_groups", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.regroup()

@@ -1,0 +1,164 @@
+"""``autocast``: which recipe the modules run, and when a step of delayed scaling is closed.
+
+A module's quantizers observe while it runs; a step is closed, for all modules, when the outermost ``autocast`` of the
+*next* training forward is entered. So every forward and backward of one step, a recomputed forward included, reads
+the same scales, and the scales of each step are those Transformer Engine would use: it closes the forward's
+quantizers when the context ends and the backward's when the backward ends, both before the next step. Nothing is
+closed on entry without grad mode, nor while a backward runs (activation checkpointing enters contexts again).
+
+A context that is entered inside a compiled function cannot see the modules of the next step. There each module closes
+its forward quantizers when it first runs in the context, and each backward closes its gradient quantizers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from bridge import compat
+from bridge.state import write_state_
+from functional_te._errors import type_error
+from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
+from functional_te.quantization.state import DelayedScalingState, update_scale
+from functional_te.recipes import DelayedScaling, Recipe
+
+__all__ = ["active_recipe", "autocast", "close_in_graph", "closes_in_graph", "default_recipe", "register_holder"]
+
+
+class _Active:
+    """The innermost active context.
+
+    Attributes:
+        depth: how many contexts are open.
+        recipe: the recipe of the innermost enabled one, or None.
+        closed: modules whose step was closed inside the graph being traced; None if the outermost context was not
+            entered inside a graph.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.recipe: Recipe | None = None
+        self.closed: list[Any] | None = None
+
+
+_active = _Active()
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register_holder(module: Any) -> None:
+    """Register a module that has quantizers, so that its steps can be closed."""
+    _holders.add(module)
+
+
+def default_recipe() -> Recipe:
+    """The recipe of ``autocast(recipe=None)``: delayed scaling, Transformer Engine's default up to Hopper."""
+    return DelayedScaling()
+
+
+def active_recipe() -> Recipe | None:
+    """The recipe that modules run, or None for high precision."""
+    return _active.recipe
+
+
+class autocast:  # noqa: N801 - the name it has in Transformer Engine
+    """Run the modules of :mod:`bridge.ops` with a recipe. Reusable, not reentrant; contexts may nest.
+
+    Args:
+        enabled: False runs high precision inside.
+        calibrating: accepted for compatibility; no op uses it.
+        recipe: a recipe; None means :func:`default_recipe`.
+        amax_reduction_group: must be None; amaxes are not yet agreed between ranks.
+
+    Raises:
+        TypeError: ``recipe`` is no recipe.
+        NotImplementedError: an ``amax_reduction_group`` is given.
+        RuntimeError: the object is entered while it is open.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        del calibrating, _graph
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise type_error("autocast", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
+        if amax_reduction_group is not None:
+            raise NotImplementedError("autocast: amax_reduction_group: amaxes are not yet agreed between ranks.")
+        self.recipe = (default_recipe() if recipe is None else recipe) if enabled else None
+        self._outer: tuple[Recipe | None, list[Any] | None] | None = None
+
+    def __enter__(self) -> autocast:
+        if self._outer is not None:
+            raise RuntimeError("autocast: this context is already open; make a second one to nest.")
+        self._outer = (_active.recipe, _active.closed)
+        if _active.depth == 0:
+            if torch.compiler.is_compiling():
+                _active.closed = []
+            elif torch.is_grad_enabled() and not compat.in_backward():
+                _close_step(self.recipe)
+        _active.depth += 1
+        _active.recipe = self.recipe
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._outer is not None
+        _active.recipe, _active.closed = self._outer
+        _active.depth -= 1
+        self._outer = None
+
+
+def _close_step(recipe: Recipe | None) -> None:
+    """Close the step of every module that observed something, and give modules without state fresh state."""
+    pending: dict[tuple[Quantizer, torch.device], list[DelayedScalingState]] = {}
+    for module in _holders:
+        module.prepare_state(recipe)
+        for _, quantizer, state in module.named_states():
+            pending.setdefault((quantizer, state.scale.device), []).append(state)
+    with torch.no_grad():
+        for (quantizer, _), states in pending.items():
+            _update_together(quantizer, states)
+
+
+def _update_together(quantizer: Quantizer, states: list[DelayedScalingState]) -> None:
+    """``update_scale`` for many states of one quantizer at once, written back in place."""
+    custom = isinstance(quantizer, Float8DelayedScalingQuantizer) and not (
+        isinstance(quantizer.amax_compute_algo, str) and quantizer.scaling_factor_compute_algo is None
+    )
+    if custom or len(states) == 1:
+        for state in states:
+            write_state_(state, update_scale(quantizer, state))
+        return
+    stacked = DelayedScalingState(
+        scale=torch.stack([state.scale for state in states]),
+        amax_history=torch.stack([state.amax_history for state in states]),
+    )
+    updated = update_scale(quantizer, stacked)
+    for state, scale, history in zip(states, updated.scale, updated.amax_history, strict=True):
+        state.scale.copy_(scale)
+        state.amax_history.copy_(history)
+
+
+def close_in_graph(module: Any, roles: Any, states: dict[str, DelayedScalingState]) -> None:
+    """Close the step of a module's forward quantizers inside a graph whose outermost context was entered inside it.
+
+    Once per context. The gradient quantizers are closed by the backward, because a compiled graph may not write to
+    one tensor in both of its halves.
+    """
+    closed = _active.closed
+    if closed is None or not torch.is_grad_enabled() or any(module is known for known in closed):
+        return
+    closed.append(module)
+    for role, quantizer in roles:
+        if role in module.op.forward_quantizers:
+            write_state_(states[role], update_scale(quantizer, states[role]))
+
+
+def closes_in_graph() -> bool:
+    """Whether the outermost context was entered inside the graph being traced."""
+    return _active.closed is not None
