@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge.library import ensure_registered
-from functional_te._value import value_of
+from functional_te._value import uid_of, value_of
 from functional_te.fuser.plan import Plan
 from functional_te.fuser.plan import plan as make_plan
 
@@ -49,11 +49,19 @@ def warn_compile_eager_fallback(reason: str) -> None:
 
 
 @torch.compiler.assume_constant_result
-def _prepare(
-    block: int, recipe: int | None, pattern: Any, backend: str, compute_dtype: Any, fusions: int | None
-) -> str:
-    """Make the plan and register its ops, by :attr:`Value.uid`; runs for real even while a caller is traced."""
-    key = f"plan_{block}_{recipe}_{pattern}_{backend}_{compute_dtype}_{fusions}"
+def _prepare(uids: str, pattern: Any, compute_dtype: Any) -> str:
+    """Make the plan and register its ops; runs for real even while a caller is traced.
+
+    Args:
+        uids: ``chain/recipe/fusions/backend``, the first three by :attr:`Value.uid`.
+        pattern: what needs a gradient.
+        compute_dtype: the dtype that autocast asks for, or None.
+
+    Returns:
+        The name of the plan in the table.
+    """
+    block, recipe, fusions, backend = uids.split("/")
+    key = f"plan_{uids}_{pattern}_{compute_dtype}"
     plan = make_plan(
         value_of(block),
         recipe=value_of(recipe),
@@ -72,15 +80,8 @@ def _prepare(
 
 def traced_plan(block: Any, recipe: Any, pattern: Any, backend: str, compute_dtype: Any, fusions: Any) -> Plan:
     """The plan of a call that Dynamo is tracing. The graph is guarded by the uids of the values."""
-    key = _prepare(
-        block.uid,
-        None if recipe is None else recipe.uid,
-        pattern,
-        backend,
-        compute_dtype,
-        None if fusions is None else fusions.uid,
-    )
-    return getattr(_plans, key)  # type: ignore[no-any-return]
+    uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend}"
+    return getattr(_plans, _prepare(uids, pattern, compute_dtype))  # type: ignore[no-any-return]
 
 
 def traced_state_roles(block: Any, recipe: Any) -> tuple[tuple[tuple[str, Any], ...], ...]:

@@ -96,7 +96,7 @@ def _signature(fields: tuple[_Field, ...], prefix: str, inside: bool) -> list[st
 @torch.compiler.assume_constant_result
 def _constants_text(items: tuple[Any, ...]) -> str:
     """Intern constants and return their text. Runs for real even while a caller is traced."""
-    values = tuple(value_of(item[1]) if isinstance(item, tuple) and item[:1] == ("uid",) else item for item in items)
+    values = tuple(value_of(item[4:]) if isinstance(item, str) and item.startswith("uid:") else item for item in items)
     text = ", ".join(_describe(value) for value in values)
     while _constants.setdefault(text, values) != values:
         text += "'"
@@ -144,7 +144,7 @@ def _encode(fields: tuple[_Field, ...], args: Any, flat: list[Any], constants: l
     for field in fields:
         value = None if args is None else getattr(args, field.name)
         if field.constant:
-            constants.append(("uid", value.uid) if isinstance(value, Value) else value)
+            constants.append(f"uid:{value.uid}" if isinstance(value, Value) else value)
             continue
         if field.plain:
             flat.append(value)

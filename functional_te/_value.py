@@ -1,7 +1,7 @@
 """Hash-consed values: ops, chains, recipes, quantizers and rules are compared by value at the cost of ``is``.
 
 Two equal values are one object. That makes equality and hashing O(1), lets :func:`torch.compile` guard a whole
-chain with one integer (:attr:`Value.uid`), and lets plan caches key on whole values instead of on types.
+chain with one string (:attr:`Value.uid`), and lets plan caches key on whole values instead of on types.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from typing import Any, ClassVar
 
 _lock = threading.Lock()
 _table: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
-_by_uid: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_by_uid: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _uids = itertools.count(1)
 
 
-def value_of(uid: int | None) -> Any:
-    """The interned value with this :attr:`Value.uid`; None for None."""
-    return None if uid is None else _by_uid[uid]
+def uid_of(value: Any) -> str:
+    """The :attr:`Value.uid` of a value; an empty string for None."""
+    return "" if value is None else value.uid
+
+
+def value_of(uid: str) -> Any:
+    """The interned value with this :attr:`Value.uid`; None for an empty string."""
+    return _by_uid[uid] if uid else None
 
 
 def _field_key(value: Any) -> Any:
@@ -48,7 +53,7 @@ class _ValueMeta(type):
         with _lock:
             known = _table.get(key)
             if known is None:
-                object.__setattr__(made, "uid", next(_uids))
+                object.__setattr__(made, "uid", f"v{next(_uids)}")
                 _table[key] = known = made
                 _by_uid[made.uid] = made
         return known
@@ -59,9 +64,13 @@ class Value(metaclass=_ValueMeta):
 
     Equality is identity, which for interned values *is* equality by value. Copies and unpickled values are the
     interned object again.
+
+    Attributes:
+        uid: names the value within this process. A string, because a compiler may make an integer that differs from
+            one call to the next symbolic.
     """
 
-    uid: ClassVar[int]
+    uid: ClassVar[str]
 
     def __copy__(self) -> Any:
         return self
@@ -72,3 +81,17 @@ class Value(metaclass=_ValueMeta):
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return _rebuild, (type(self), fields)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constants(Value):
+    """A tuple of plain constants as one value, for bundle fields that a compiler must not look into.
+
+    Attributes:
+        values: the constants.
+    """
+
+    values: tuple[Any, ...] = ()
+
+
+NO_CONSTANTS = Constants()

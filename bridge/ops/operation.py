@@ -45,7 +45,7 @@ def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
 
 
 _serials = itertools.count(1)
-_by_serial: weakref.WeakValueDictionary[int, BasicOperation] = weakref.WeakValueDictionary()
+_by_serial: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
 
 
 class _Made:
@@ -56,9 +56,17 @@ _made = _Made()
 
 
 @torch.compiler.assume_constant_result
-def _make_state(serial: int, block: int, index: int, recipe: int) -> str:
-    """Make a module's state, for real, while a caller is traced: a graph must not create what outlives it."""
-    roles = make_plan(value_of(block), recipe=value_of(recipe)).state_roles[index]
+def _make_state(names: str) -> str:
+    """Make a module's state, for real, while a caller is traced: a graph must not create what outlives it.
+
+    Args:
+        names: ``module/chain/recipe/index``: the module's serial, two uids, and the op's index in the chain.
+
+    Returns:
+        The name of the state in the table.
+    """
+    serial, block, recipe, index = names.split("/")
+    roles = make_plan(value_of(block), recipe=value_of(recipe)).state_roles[int(index)]
     module = _by_serial[serial]
     module.ensure_state(roles)
     key = f"state_{serial}"
@@ -106,7 +114,7 @@ class BasicOperation(FusibleOperation):
         self.num_extra_inputs = op.num_extra_inputs
         self.num_extra_outputs = op.num_extra_outputs
         self._owners: list[Any] = []
-        self._serial = next(_serials)
+        self._serial = f"m{next(_serials)}"
         self._captured = False
         # recipe under which the op ran last; a recomputed forward outside of any autocast runs it again
         self._last_recipe: Recipe | None = None
@@ -258,7 +266,7 @@ class BasicOperation(FusibleOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the copy too."""
-        super().__setstate__({**state, "_serial": next(_serials)})
+        super().__setstate__({**state, "_serial": f"m{next(_serials)}"})
         self._register()
 
     def extra_repr(self) -> str:
@@ -324,7 +332,7 @@ class Group:
                 state.append({})
                 continue
             if torch.compiler.is_compiling() and not module.has_state(roles):
-                own = getattr(_made, _make_state(module._serial, self.block.uid, index, recipe.uid))
+                own = getattr(_made, _make_state(f"{module._serial}/{self.block.uid}/{recipe.uid}/{index}"))
             else:
                 module.ensure_state(roles)
                 own = module.states(roles)

@@ -10,6 +10,7 @@ import torch
 
 from functional_te import pytree
 from functional_te._errors import type_error, value_error
+from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.kernels import kernels
 from functional_te.ops.common import TensorOrQuantized, amaxes, check_float, dense, quantized_spec, spec_store, store
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
@@ -63,7 +64,7 @@ class ActivationForwardArgs:
     output_quantizer: BoundQuantizer | None = None
     kind: str = pytree.static(default="relu")
     gated: bool = pytree.static(default=False)
-    config: tuple[float, ...] = pytree.static(default=())
+    config: Constants = pytree.static(default=NO_CONSTANTS)
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     cache_quantized_input: bool = pytree.static(default=False)
@@ -98,7 +99,7 @@ class ActivationBackwardArgs:
     input_: TensorOrQuantized
     grad_input_quantizer: BoundQuantizer | None = None
     kind: str = pytree.static(default="relu")
-    config: tuple[float, ...] = pytree.static(default=())
+    config: Constants = pytree.static(default=NO_CONSTANTS)
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     backend: str = pytree.static(default="reference")
@@ -107,7 +108,7 @@ class ActivationBackwardArgs:
 def _forward(args: ActivationForwardArgs) -> FwdResult:
     k = kernels(args.backend)
     x = dense(args.input_, args.dtype)
-    y = k.activation_forward(x, args.kind, args.config, args.interleave)
+    y = k.activation_forward(x, args.kind, args.config.values, args.interleave)
     output, amax = store(k, y, args.dtype, args.output_quantizer)
     cached = k.quantize(x, _CACHE, args.dtype)[0] if args.cache_quantized_input and args.saves else None
     return FwdResult(output, cached, (), amaxes(output=amax))
@@ -132,7 +133,7 @@ def activation_grad(args: Any) -> torch.Tensor:
     """Input gradient of a backward bundle, float32, before any rounding."""
     x = dense(args.input_, args.dtype)
     grad: torch.Tensor = kernels(args.backend).activation_backward(
-        args.grad_output, x, args.kind, args.config, args.interleave
+        args.grad_output, x, args.kind, args.config.values, args.interleave
     )
     return grad
 
@@ -174,9 +175,9 @@ class Activation(Op):
     setup_context = staticmethod(_setup_context)
 
     @property
-    def config(self) -> tuple[float, ...]:
+    def config(self) -> Constants:
         """Constants of the formula."""
-        return ()
+        return NO_CONSTANTS
 
     @property
     def interleave(self) -> int:
@@ -371,11 +372,12 @@ class SiTUGLU(InterleavedActivation):
             if not (math.isfinite(beta) and beta > 0):
                 raise value_error("SiTUGLU", argument, "a finite positive number", beta)
             object.__setattr__(self, argument, beta)
+        object.__setattr__(self, "_config", Constants((self.beta1, self.beta2)))
 
     @property
-    def config(self) -> tuple[float, ...]:
+    def config(self) -> Constants:
         """``(beta1, beta2)``."""
-        return (self.beta1, self.beta2)
+        return self._config  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -402,8 +404,9 @@ class ClampedSwiGLU(InterleavedActivation):
         InterleavedActivation.__post_init__(self)
         for argument in ("limit", "alpha", "glu_linear_offset"):
             object.__setattr__(self, argument, float(getattr(self, argument)))
+        object.__setattr__(self, "_config", Constants((self.limit, self.alpha, self.glu_linear_offset)))
 
     @property
-    def config(self) -> tuple[float, ...]:
+    def config(self) -> Constants:
         """``(limit, alpha, glu_linear_offset)``."""
-        return (self.limit, self.alpha, self.glu_linear_offset)
+        return self._config  # type: ignore[attr-defined, no-any-return]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from functional_te import pytree
+from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.kernels import kernels
 from functional_te.ops import Activation, BasicLinear, Bias, FusedOp, FwdResult, Op, OpRequiresGrad
@@ -48,7 +49,7 @@ class LinearBiasActivationArgs:
     output_quantizer: BoundQuantizer | None = None
     activation: str = pytree.static(default="")
     gated: bool = pytree.static(default=False)
-    config: tuple[float, ...] = pytree.static(default=())
+    config: Constants = pytree.static(default=NO_CONSTANTS)
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     cache_quantized_input: bool = pytree.static(default=False)
