@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.gate import launch_traced, traced_plan
-from bridge.state import close_, fold_amaxes_
+from bridge.call import Call, eager_call, flat_call
+from bridge.gate import launch_traced
+from bridge.state import close_, fold_amaxes_, keep_scales
 from functional_te import pytree
 from functional_te.api import bind_kwargs
 from functional_te.chain import as_chain
 from functional_te.check import check_call, check_state
-from functional_te.fuser.plan import Plan, full_pattern
+from functional_te.fuser.plan import full_pattern
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass, launch_impl
 from functional_te.quantization.tensor import QuantizedTensor
@@ -26,66 +27,16 @@ from functional_te.quantization.tensor import QuantizedTensor
 __all__ = ["apply", "run"]
 
 
-class _Call:
-    """What one call passes besides its tensors.
-
-    Attributes:
-        plan: the plan.
-        spec: tree definition of ``(x, params, extra_inputs, kwargs, state)``, with tuples in the place of dicts.
-        kwarg_names: for every op with forward kwargs, its index and their names.
-        slots: for every leaf of that tree, which of the distinct arguments it is.
-        counts: leaves of x, of every parameter, and of every extra input, in order.
-        closes: whether the backward also closes the step of its quantizers (see :mod:`bridge.recipe_context`).
-        saved_spec: tree definition of what the forward saved (set by the forward of the transformable variant).
-        saved_places: for every saved leaf, ``(True, argument)`` or ``(False, output)`` (likewise).
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        spec: Any,
-        kwarg_names: Any,
-        slots: tuple[int, ...],
-        counts: tuple[int, ...],
-        closes: bool,
-    ) -> None:
-        self.plan = plan
-        self.spec = spec
-        self.kwarg_names = kwarg_names
-        self.slots = slots
-        self.counts = counts
-        self.closes = closes
-        self.saved_spec: Any = None
-        self.saved_places: tuple[tuple[bool, int], ...] = ()
-
-
-def _arguments(call: _Call, unique: Any) -> Any:
-    return pytree.tree_unflatten(call.spec, [unique[slot] for slot in call.slots])
-
-
-def _named_state(plan: Plan, values: Any) -> Any:
-    return tuple(
-        [
-            {role: value for (role, _), value in zip(roles, own, strict=True)}
-            for roles, own in zip(plan.state_roles, values, strict=True)
-        ]
-    )
-
-
-def _forward(call: _Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
+def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
     """Outputs (main, extra, amaxes), what is to be saved, and the state that the backward reads and writes."""
     plan = call.plan
-    x, params, extra_inputs, kwarg_values, state_values = _arguments(call, unique)
-    named = [dict(zip(op.param_names, own, strict=True)) for op, own in zip(plan.chain.ops, params, strict=True)]
-    kwargs = {
-        index: dict(zip(names, values, strict=True))
-        for (index, names), values in zip(call.kwarg_names, kwarg_values, strict=True)
-    }
-    state = _named_state(plan, state_values)
-    launch = launch_traced if torch.compiler.is_compiling() else launch_impl
-    outcome = forward_pass(plan, x, named, state, extra_inputs, kwargs, launch)
+    x, params, extra_inputs, kwargs, state = call.arguments(unique)
+    if torch.compiler.is_compiling():
+        outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launch_traced)
+    else:
+        outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs)
     outputs = [outcome.output, *outcome.extra_outputs]
-    if any(plan.aliases):
+    if plan.any_alias:
         # an autograd function may not return its input, nor one storage twice
         outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
     for key in plan.observes:
@@ -95,27 +46,24 @@ def _forward(call: _Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
     return outputs, outcome.saved, state
 
 
-def _backward(call: _Call, saved: Any, state: Any, grads: Any) -> tuple[Any, ...]:
-    """One gradient or None per distinct argument; observations of the backward are written into ``state``."""
+def _backward(call: Call, saved: Any, state: Any, grads: Any, count: int) -> tuple[Any, ...]:
+    """One gradient or None for each of ``count`` arguments; observations of the backward are written to ``state``."""
     plan = call.plan
-    count = len(plan.chain.extra_outputs)
     launch = launch_traced if torch.compiler.is_compiling() else launch_impl
-    outcome = backward_pass(plan, saved, state, grads[0], grads[1 : 1 + count], launch)
-    if call.closes:
-        close_(plan, state, outcome.amaxes)
-    else:
-        fold_amaxes_(state, outcome.amaxes)
+    outcome = backward_pass(plan, saved, state, grads[0], grads[1 : 1 + len(plan.chain.extra_outputs)], launch)
+    if outcome.amaxes:
+        if call.closes:
+            close_(plan, state, outcome.amaxes)
+        else:
+            fold_amaxes_(state, outcome.amaxes)
     found: list[Any] = [outcome.grad_input]
     for own in outcome.grad_params:
         found.extend(own)
     found.extend(outcome.grad_extra_inputs)
-    result: list[Any] = [None] * (max(call.slots) + 1)
-    position = 0
-    for grad, leaves in zip(found, call.counts, strict=True):
-        if grad is not None:
-            slot = call.slots[position]
+    result: list[Any] = [None] * count
+    for grad, slot in zip(found, call.grad_slots, strict=True):
+        if grad is not None and slot >= 0:
             result[slot] = grad if result[slot] is None else result[slot] + grad
-        position += leaves
     return tuple(result)
 
 
@@ -131,7 +79,7 @@ class ChainFunction(torch.autograd.Function):
     """A planned chain."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *unique: Any) -> Any:
+    def forward(ctx: Any, call: Call, *unique: Any) -> Any:
         """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
         outputs, saved, state = _forward(call, unique)
         leaves, ctx.saved_spec = pytree.tree_flatten(saved)
@@ -159,10 +107,10 @@ class ChainFunction(torch.autograd.Function):
         saved = pytree.tree_unflatten(ctx.saved_spec, ctx.saved_tensors)
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                result = _backward(ctx.call, saved, ctx.state, grads)
+                result = _backward(ctx.call, saved, ctx.state, grads, ctx.count)
         else:
-            result = _backward(ctx.call, saved, ctx.state, grads)
-        return (None, *result, *((None,) * (ctx.count - len(result))))
+            result = _backward(ctx.call, saved, ctx.state, grads, ctx.count)
+        return (None, *result)
 
 
 class TransformableChainFunction(torch.autograd.Function):
@@ -171,7 +119,7 @@ class TransformableChainFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: _Call, *unique: Any) -> Any:
+    def forward(call: Call, *unique: Any) -> Any:
         """Run the forward; fresh saved tensors follow the outputs and amaxes."""
         outputs, saved, _ = _forward(call, unique)
         leaves, call.saved_spec = pytree.tree_flatten(saved)
@@ -192,39 +140,13 @@ class TransformableChainFunction(torch.autograd.Function):
         ctx.save_for_backward(*[unique[i] if is_input else output[i] for is_input, i in call.saved_places])
         differentiable = 1 + len(call.plan.chain.extra_outputs)
         ctx.mark_non_differentiable(*output[differentiable:])
-        ctx.state = _named_state(call.plan, _arguments(call, unique)[4])
+        ctx.state = call.arguments(unique)[4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward."""
         saved = pytree.tree_unflatten(ctx.call.saved_spec, ctx.saved_tensors)
-        result = _backward(ctx.call, saved, ctx.state, grads)
-        return (None, *result, *((None,) * (ctx.count - len(result))))
-
-
-def _distinct(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
-    """The distinct objects among ``leaves``, and for every leaf which of them it is."""
-    unique: list[Any] = []
-    slots = []
-    if torch.compiler.is_compiling():
-        for leaf in leaves:
-            slot = -1
-            for position, known in enumerate(unique):
-                if known is leaf:
-                    slot = position
-                    break
-            if slot < 0:
-                slot = len(unique)
-                unique.append(leaf)
-            slots.append(slot)
-        return unique, tuple(slots)
-    places: dict[int, int] = {}
-    for leaf in leaves:
-        slot = places.setdefault(id(leaf), len(unique))
-        if slot == len(unique):
-            unique.append(leaf)
-        slots.append(slot)
-    return unique, tuple(slots)
+        return (None, *_backward(ctx.call, saved, ctx.state, grads, ctx.count))
 
 
 def _requires(value: Any) -> bool:
@@ -233,7 +155,7 @@ def _requires(value: Any) -> bool:
 
 def _pattern(block: Any, params: Any, x: Any, extra_inputs: Any) -> Any:
     """What of a call needs a gradient."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or len(extra_inputs) != block.num_extra_inputs:
         return full_pattern(block, False)
     return (
         _requires(x),
@@ -245,10 +167,6 @@ def _pattern(block: Any, params: Any, x: Any, extra_inputs: Any) -> Any:
         ),
         tuple([_requires(extra) for extra in extra_inputs]),
     )
-
-
-def _leaf_count(value: Any) -> int:
-    return len(pytree.leaves(value)) if isinstance(value, QuantizedTensor) else 1
 
 
 def run(
@@ -295,38 +213,31 @@ def _run(
     compiling = torch.compiler.is_compiling()
     try:
         pattern = _pattern(block, params, x, extra_inputs)
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, IndexError, ValueError, TypeError):
         pattern = full_pattern(block, False)  # params do not fit; the check below says how
-    if compiling:
-        plan = traced_plan(block, recipe, pattern, backend, compute_dtype, fusions)
-    else:
-        plan = make_plan(
-            block,
-            recipe=recipe,
-            requires_grad=pattern,
-            backend=backend,
-            compute_dtype=compute_dtype,
-            fusions=fusions,
-        )
+    plan = make_plan(
+        block,
+        recipe=recipe,
+        requires_grad=pattern,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        fusions=fusions,
+    )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state)
     bound = bind_kwargs(block, kwargs) if kwargs else {}
     if not plan.output_requires_grad:
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else launch_impl)
         return [outcome.output, *outcome.extra_outputs], outcome.amaxes
-    own = tuple([tuple([given[name] for name in op.param_names]) for op, given in zip(block.ops, params, strict=True)])
-    kwarg_names = tuple([(index, tuple(given)) for index, given in bound.items()])
-    kwarg_values = tuple([tuple(given.values()) for given in bound.values()])
-    state_values = tuple(
-        [tuple([state[i][role] for role, _ in roles]) if roles else () for i, roles in enumerate(plan.state_roles)]
-    )
-    leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values))
-    counts = tuple([_leaf_count(value) for value in (x, *[p for ps in own for p in ps], *extra_inputs)])
-    unique, slots = _distinct(leaves)
-    call = _Call(plan, spec, kwarg_names, slots, counts, closes)
-    if not compiling and compat.functorch_active():
+    bundle = (x, params, extra_inputs, bound, state)
+    if compiling:
+        call, unique = flat_call(plan, bundle, closes)
+        results = ChainFunction.apply(call, *unique)
+    elif compat.functorch_active():
+        call, unique = flat_call(plan, bundle, closes)
         results = TransformableChainFunction.apply(call, *unique)
     else:
+        call, unique = eager_call(plan, bundle, closes)
         results = ChainFunction.apply(call, *unique)
     if isinstance(results, torch.Tensor):
         return [results], {}

@@ -62,7 +62,7 @@ def active_recipe() -> Recipe | None:
     return _active.recipe
 
 
-class autocast:  # noqa: N801 - the name it has in Transformer Engine
+class autocast:
     """Run the modules of :mod:`bridge.ops` with a recipe. Reusable, not reentrant; contexts may nest.
 
     Args:

@@ -11,10 +11,11 @@ from functional_te.fuser.plan import Plan
 from functional_te.quantization.scaling import fold_amax
 from functional_te.quantization.state import DelayedScalingState, update_amax, update_scale
 
-__all__ = ["close_", "fold_amaxes_", "write_", "write_state_"]
+__all__ = ["close_", "fold_amaxes_", "keep_scales", "write_", "write_state_"]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
+_library.define("keep(Tensor[] scales) -> Tensor[]")
 _library.define("write_(Tensor(a!) target, Tensor value) -> ()")
 
 
@@ -26,10 +27,32 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
+def _keep(scales: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [scale.clone() for scale in scales]
+
+
+_library.impl("keep", _keep, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::keep", lambda scales: [torch.empty_like(s) for s in scales], lib=_library)
 _library.impl("fold_amax_", _fold_amax, "CompositeExplicitAutograd")
 _library.impl("write_", _write, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::fold_amax_", lambda amax_history, amax: None, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::write_", lambda target, value: None, lib=_library)
+
+
+def keep_scales(plan: Plan, state: Any) -> Any:
+    """``state`` with copies of the forward scales, for use inside a compiled graph.
+
+    Which intermediate a compiler saves for the backward is its choice, and ``scale`` may stand for ``1 / scale``. A
+    copy made by an op it cannot look into is what it has to save, so that the live scale may change before the
+    backward runs.
+    """
+    if not plan.observes:
+        return state
+    kept = torch.ops.functional_te.keep([state[index][role].scale for index, role in plan.observes])
+    copies = [dict(own) for own in state]
+    for (index, role), scale in zip(plan.observes, kept, strict=True):
+        copies[index][role] = DelayedScalingState(scale=scale, amax_history=copies[index][role].amax_history)
+    return tuple(copies)
 
 
 def write_(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -28,6 +28,14 @@ def value_of(uid: str) -> Any:
     return _by_uid[uid] if uid else None
 
 
+class Table:
+    """Objects by name, as attributes.
+
+    For what ordinary Python makes while a caller is traced (functions marked ``assume_constant_result``): Dynamo reads
+    an attribute when it is asked for, but the contents of a dict once per trace.
+    """
+
+
 def _field_key(value: Any) -> Any:
     """Distinguish what ``==`` does not: ``1``, ``1.0`` and ``True``; ``0.0`` and ``-0.0``."""
     if isinstance(value, float):

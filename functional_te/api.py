@@ -10,7 +10,6 @@ import torch
 from functional_te._errors import type_error, value_error
 from functional_te.chain import Chain, as_chain, where
 from functional_te.check import ShapeResult, check_call, check_state, infer
-from functional_te.fuser.plan import Plan
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.fuser.rule import Fusions
 from functional_te.ops import Op
@@ -253,6 +252,8 @@ def _check_grads(block: Chain, outcome: Any, grad_output: Any, grad_extra_output
             continue
         if not isinstance(grad, torch.Tensor):
             raise type_error("pullback", argument, "a tensor", type(grad).__name__)
+        if not grad.is_floating_point():
+            raise type_error("pullback", argument, "a floating dtype", grad.dtype)
         if grad.shape != output.shape or grad.device != output.device:
             raise value_error(
                 "pullback",

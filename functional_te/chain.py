@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from functional_te._errors import type_error, value_error
-from functional_te._value import Value
+from functional_te._value import Table, Value, value_of
 from functional_te.ops import BasicLinear, Bias, Op
 
 __all__ = ["Chain", "ExtraSource", "Linear", "as_chain", "chain", "where"]
@@ -147,11 +149,25 @@ def as_chain(block: Any) -> Chain:
     if isinstance(block, Chain):
         return block
     if isinstance(block, Op):
+        if torch.compiler.is_compiling():
+            return getattr(_traced, _chain_of(block.uid))  # type: ignore[no-any-return]
         return Chain((block,))
-    raise type_error("chain", "block", "a chain or an op", type(block).__name__)
+    got = f"the class {block.__name__}; call it" if isinstance(block, type) else type(block).__name__
+    raise type_error("chain", "block", "a chain or an op", got)
 
 
-def Linear(in_features: int, out_features: int, *, bias: bool = True, name: str = "") -> Chain:  # noqa: N802
+_traced = Table()
+
+
+@torch.compiler.assume_constant_result
+def _chain_of(op: str) -> str:
+    """Make the chain of one op, for real while a caller is traced: a traced constructor does not intern."""
+    name = f"chain_{op}"
+    setattr(_traced, name, Chain((value_of(op),)))
+    return name
+
+
+def Linear(in_features: int, out_features: int, *, bias: bool = True, name: str = "") -> Chain:
     """A linear layer: :class:`BasicLinear`, followed by :class:`Bias` if ``bias``.
 
     Args:

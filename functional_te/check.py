@@ -12,6 +12,7 @@ from functional_te.chain import Chain, where
 from functional_te.fuser.plan import Plan
 from functional_te.ops import FwdResult, OpRequiresGrad
 from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer
+from functional_te.quantization.state import DelayedScalingState
 from functional_te.quantization.tensor import QuantizedTensor
 from functional_te.tensor_spec import TensorSpec, spec_of
 
@@ -45,6 +46,9 @@ def infer(
     for index, op in enumerate(block.ops):
         here = where(block.ops, index)
         own = {name: _spec(params[index][name], name, here, device) for name in op.param_names}
+        for name in op.param_names:
+            if isinstance(own[name], QuantizedTensor) and name not in op.forward_quantizers:
+                raise type_error(here, name, "a tensor", "QuantizedTensor")
         extras = []
         for slot, source in enumerate(block.extra_sources[index]):
             if source.public >= 0:
@@ -114,32 +118,35 @@ def _check_structure(block: Chain, params: Any, extra_inputs: tuple[Any, ...]) -
         raise value_error("chain", "extra_inputs", wanted, len(extra_inputs))
 
 
-def _key(value: Any) -> Any:
-    if type(value) is QuantizedTensor:
-        return (value.shape, value.dtype, value.device, value.quantizer)
-    return (value.shape, value.dtype, value.device)
-
-
 def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -> None:
     """Check the tensors of a call; remembered by their shapes, dtypes and devices."""
     block = plan.chain
+    for value in (x, *extra_inputs):
+        if isinstance(value, TensorSpec):
+            raise type_error("chain", "input", "a tensor", "TensorSpec", "Use fte.eval_shape for specs.")
     if torch.compiler.is_compiling():
         infer(block, params, x, extra_inputs, plan.compute_dtype)
         return
+    checked: dict[Any, None] = block.checked  # type: ignore[attr-defined]
     try:
-        key = (_key(x), plan.compute_dtype, *[_key(e) for e in extra_inputs])
-        tensors = tuple([_key(p) for own in params for p in own.values()])
-        names = tuple([tuple(own) for own in params])
-    except AttributeError:  # something is no tensor: the walk says what
+        key: list[Any] = [x.shape, x.dtype, x.device, plan.compute_dtype, len(params), type(x)]
+        for own in params:
+            key.append(len(own))
+        for index, name in plan.param_slots:
+            param = params[index][name]
+            key += (param.shape, param.dtype, param.device)
+        for extra in extra_inputs:
+            key += (extra.shape, extra.dtype, extra.device)
+        known = tuple(key)
+    except (AttributeError, KeyError, IndexError, TypeError):  # something is amiss: the walk says what
         infer(block, params, x, extra_inputs, plan.compute_dtype)
         raise
-    checked: dict[Any, None] = block.checked  # type: ignore[attr-defined]
-    if (key, tensors, names) in checked:
+    if known in checked:
         return
     infer(block, params, x, extra_inputs, plan.compute_dtype)
     if len(checked) >= 1024:
         checked.clear()
-    checked[key, tensors, names] = None
+    checked[known] = None
 
 
 def check_state(plan: Plan, state: Any) -> None:
@@ -155,6 +162,8 @@ def check_state(plan: Plan, state: Any) -> None:
         raise value_error("chain", "state", f"{len(block)} entries, one per op", got)
     for index, roles in enumerate(plan.state_roles):
         own = state[index]
+        if not isinstance(own, Mapping):
+            raise type_error(where(block.ops, index), "state", "a dict", type(own).__name__)
         if len(own) != len(roles):
             raise value_error(
                 where(block.ops, index),
@@ -171,6 +180,8 @@ def check_state(plan: Plan, state: Any) -> None:
 
 
 def _check_delayed(state: Any, quantizer: Float8DelayedScalingQuantizer, here: str, role: str) -> None:
+    if not isinstance(state, DelayedScalingState):
+        raise type_error(here, f"state[{role!r}]", "a DelayedScalingState", type(state).__name__)
     length = state.amax_history.shape[0]
     if length != quantizer.amax_history_len:
         raise value_error(here, f"state[{role!r}].amax_history", f"length {quantizer.amax_history_len}", length)

@@ -13,12 +13,14 @@ import torch
 
 from functional_te.fuser.plan import BackwardStep, ForwardStep, Plan
 from functional_te.ops import BackwardContext, BwdResult, FwdResult
+from functional_te.ops.op import NO_AMAXES
 from functional_te.quantization.state import update_amax
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
 __all__ = ["BackwardOutcome", "ForwardOutcome", "backward_pass", "fold_amaxes", "forward_pass", "launch_impl"]
 
 Amaxes = dict[tuple[int, str], torch.Tensor]
+_NO_STATE: dict[str, BoundQuantizer] = {}
 
 
 class ForwardOutcome(NamedTuple):
@@ -73,35 +75,42 @@ def _extra_input(source: Any, public: Any, produced: dict[tuple[int, int], torch
 
 def _forward_args(
     step: ForwardStep,
-    x: Any,
     params: Any,
     state: Any,
     extra_inputs: Any,
     produced: dict[tuple[int, int], torch.Tensor],
-    kwargs: dict[int, dict[str, Any]],
-) -> Any:
-    """The bundle of one forward step."""
-    if step.dense_input and isinstance(x, QuantizedTensor):
-        x = x.dequantize()
+) -> dict[str, Any]:
+    """The keywords of ``resolve_fwd_args`` for one step."""
     call = dict(step.static_kwargs)
     first, last = step.indices[0], step.indices[-1]
     if step.next_quantizer is not None:
         call["next_op_input_quantizer"] = _bind(step.next_quantizer, state, last + 1, "input")
     if not step.fused:
         call["params"] = params[first]
-        call["state"] = _bind_all(step.quantizers[0], state, first) if step.quantizers[0] else {}
+        call["state"] = _bind_all(step.quantizers[0], state, first) if step.quantizers[0] else _NO_STATE
         if step.extra_sources[0]:
-            call["extra_inputs"] = tuple(_extra_input(s, extra_inputs, produced) for s in step.extra_sources[0])
-        if kwargs and first in kwargs:
-            call.update(kwargs[first])
+            call["extra_inputs"] = tuple([_extra_input(s, extra_inputs, produced) for s in step.extra_sources[0]])
+        return call
+    call["params"] = tuple([params[i] for i in step.indices])
+    if step.quantized:
+        call["state"] = tuple([_bind_all(q, state, i) for q, i in zip(step.quantizers, step.indices, strict=True)])
     else:
-        call["params"] = tuple(params[i] for i in step.indices)
-        call["state"] = tuple(_bind_all(q, state, i) for q, i in zip(step.quantizers, step.indices, strict=True))
-        if "extra_inputs" in step.op.provided_names:
-            call["extra_inputs"] = tuple(
-                tuple(_extra_input(s, extra_inputs, produced) for s in sources) for sources in step.extra_sources
-            )
-    return step.op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
+        call["state"] = (_NO_STATE,) * len(step.indices)
+    if step.takes_extra_inputs:
+        call["extra_inputs"] = tuple(
+            [tuple([_extra_input(s, extra_inputs, produced) for s in sources]) for sources in step.extra_sources]
+        )
+    return call
+
+
+def _save(step: ForwardStep, args: Any, aux: Any, saved: list[Any]) -> None:
+    """Keep what the backward of the covered ops needs."""
+    context = step.op.setup_context(args, aux)
+    if not step.fused:
+        saved[step.indices[0]] = context
+        return
+    for index, keep, own in zip(step.indices, step.saves, context, strict=True):
+        saved[index] = own if keep else None
 
 
 def forward_pass(
@@ -113,36 +122,34 @@ def forward_pass(
     kwargs: dict[int, dict[str, Any]] | None = None,
     launch: Callable[[Any, str, Any], Any] = launch_impl,
 ) -> ForwardOutcome:
-    """Run the forward of a plan. Arguments are taken to fit; see :func:`functional_te.api.apply`."""
+    """Run the forward of a plan. Arguments are taken to fit; see :func:`functional_te.apply`."""
     amaxes: Amaxes = {}
     produced: dict[tuple[int, int], torch.Tensor] = {}
     saved: list[Any] = [None] * len(plan.chain.ops)
-    kwargs = kwargs or {}
     for step in plan.forward:
-        args = _forward_args(step, x, params, state, extra_inputs, produced, kwargs)
-        result = launch(step.op, "forward", args)
+        op, first = step.op, step.indices[0]
+        if step.dense_input and isinstance(x, QuantizedTensor):
+            x = x.dequantize()
+        call = _forward_args(step, params, state, extra_inputs, produced)
+        if kwargs and first in kwargs:
+            call.update(kwargs[first])
+        args = op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
+        result = launch(op, "forward", args)
         if type(result) is not FwdResult:
             result = FwdResult(*result)
         x = result.output
-        first, last = step.indices[0], step.indices[-1]
         if result.extra_outputs:
             groups = result.extra_outputs if step.fused else (result.extra_outputs,)
             for index, extras in zip(step.indices, groups, strict=True):
                 for slot, extra in enumerate(extras):
                     produced[index, slot] = extra
-        for role, amax in result.amaxes.items():
-            if role == "output":
-                amaxes[last + 1, "input"] = amax
-            else:
-                amaxes[first, role] = amax
-        if step.fused:
-            if any(step.saves):
-                contexts = step.op.setup_context(args, result.aux)
-                for index, keep, context in zip(step.indices, step.saves, contexts, strict=True):
-                    saved[index] = context if keep else None
-        elif step.saves[0]:
-            saved[first] = step.op.setup_context(args, result.aux)
-    return ForwardOutcome(x, tuple(produced[place] for place in plan.chain.extra_outputs), amaxes, tuple(saved))
+        if result.amaxes is not NO_AMAXES:
+            for role, amax in result.amaxes.items():
+                amaxes[(step.indices[-1] + 1, "input") if role == "output" else (first, role)] = amax
+        if step.saves_any:
+            _save(step, args, result.aux, saved)
+    extra_outputs = tuple([produced[place] for place in plan.chain.extra_outputs])
+    return ForwardOutcome(x, extra_outputs, amaxes, tuple(saved))
 
 
 def _backward_contexts(
@@ -159,9 +166,9 @@ def _backward_contexts(
             BackwardContext(
                 saved[index],
                 step.requires_grad[position],
-                _bind_all(quantizers, state, index) if quantizers else {},
+                _bind_all(quantizers, state, index) if quantizers else _NO_STATE,
                 previous,
-                tuple(grad_extras.get((index, slot)) for slot in range(slots)) if slots else (),
+                tuple([grad_extras.get((index, slot)) for slot in range(slots)]) if slots else (),
                 plan.backend,
                 plan.compute_dtype,
             )
@@ -202,7 +209,6 @@ def backward_pass(
             result = BwdResult(result[0], tuple(result[1:]))
         if result.grad_input is not None:
             dy = result.grad_input
-        first, last = step.indices[0], step.indices[-1]
         by_op = result.grad_params if step.fused else (result.grad_params,)
         for index, grads in zip(step.indices, by_op, strict=True):
             if grads:
@@ -211,11 +217,10 @@ def backward_pass(
             groups = result.grad_extra_inputs if step.fused else (result.grad_extra_inputs,)
             for index, grads in zip(step.indices, groups, strict=True):
                 _route(block.extra_sources[index], grads, grad_public, grad_extras)
-        for role, amax in result.amaxes.items():
-            if role == "grad_input":
-                amaxes[first - 1, "grad_output"] = amax
-            else:
-                amaxes[last, role] = amax
+        if result.amaxes is not NO_AMAXES:
+            for role, amax in result.amaxes.items():
+                place = (step.indices[0] - 1, "grad_output") if role == "grad_input" else (step.indices[-1], role)
+                amaxes[place] = amax
     return BackwardOutcome(dy if plan.requires_grad[0] else None, tuple(grad_params), tuple(grad_public), amaxes)
 
 

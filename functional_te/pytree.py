@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import optree
 import optree.dataclasses
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
+import torch
 
 __all__ = [
     "NAMESPACE",
-    "PyTreeSpec",
+    "bundle",
     "leaves",
     "node",
     "replace",
@@ -40,27 +38,95 @@ def static(**kwargs: Any) -> Any:
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, dataclasses.field))
 def node(cls: type[_T]) -> type[_T]:
     """Make ``cls`` a frozen, keyword-only dataclass that is a pytree node."""
-    return optree.dataclasses.dataclass(cls, frozen=True, kw_only=True, slots=True, namespace=NAMESPACE)  # type: ignore[no-any-return, call-overload]
+    return _describe(optree.dataclasses.dataclass(cls, frozen=True, kw_only=True, slots=True, namespace=NAMESPACE))  # type: ignore[call-overload]
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(static, dataclasses.field))
+def bundle(cls: type[_T]) -> type[_T]:
+    """Make ``cls`` a keyword-only dataclass that is a pytree node: an argument bundle of an op.
+
+    Not frozen, because a frozen dataclass takes twice as long to make and one is made for every launch. An
+    implementation must not write to it all the same.
+    """
+    return _describe(optree.dataclasses.dataclass(cls, kw_only=True, slots=True, eq=False, namespace=NAMESPACE))  # type: ignore[call-overload]
+
+
+def _describe(cls: Any) -> Any:
+    """Write down, for traced code, which fields are children and which are static."""
+    fields = dataclasses.fields(cls)
+    cls._tree_children = tuple(field.name for field in fields if field.metadata.get("pytree_node", True))
+    cls._tree_static = tuple(field.name for field in fields if not field.metadata.get("pytree_node", True))
+    return cls
 
 
 def tree_map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Apply ``function`` to the leaves of ``tree`` (and of ``rest``, of the same structure)."""
+    if not rest and torch.compiler.is_compiling():
+        flat: list[Any] = []
+        spec = _traced_flatten(tree, flat)
+        return _traced_unflatten(spec, iter([function(leaf) for leaf in flat]))
     return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
 
 
-def tree_flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
-    """The leaves of ``tree`` in order, and its structure."""
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of ``tree`` in order, and its structure (to be passed to :func:`tree_unflatten` only)."""
+    if torch.compiler.is_compiling():
+        traced: list[Any] = []
+        return traced, _traced_flatten(tree, traced)
     flat, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     return flat, spec
 
 
-def tree_unflatten(spec: PyTreeSpec, flat: Any) -> Any:
+def tree_unflatten(spec: Any, flat: Any) -> Any:
     """Rebuild a tree of structure ``spec`` from its leaves."""
+    if torch.compiler.is_compiling():
+        return _traced_unflatten(spec, iter(flat))
     return optree.tree_unflatten(spec, flat)
+
+
+# Dynamo traces optree through Python stand-ins that cost a second of compile time for every few ops. The trees of this
+# library are made of nodes, tuples, lists, dicts and None, so a traced region walks them with the few lines below.
+
+
+def _traced_flatten(tree: Any, flat: list[Any]) -> Any:
+    """Append the leaves of ``tree``; return its structure: None, ``"*"`` for a leaf, or (class, children, static)."""
+    if tree is None:
+        return None
+    kind = type(tree)
+    names = getattr(kind, "_tree_children", None)
+    if names is not None:
+        children = [_traced_flatten(getattr(tree, name), flat) for name in names]
+        return kind, children, [getattr(tree, name) for name in kind._tree_static]
+    if isinstance(tree, (tuple, list)):
+        return kind, [_traced_flatten(child, flat) for child in tree], None
+    if kind is dict:
+        keys = sorted(tree)
+        return kind, [_traced_flatten(tree[key], flat) for key in keys], keys
+    flat.append(tree)
+    return "*"
+
+
+def _traced_unflatten(spec: Any, flat: Any) -> Any:
+    if spec is None:
+        return None
+    if isinstance(spec, str):
+        return next(flat)
+    kind, children, static_values = spec
+    values = [_traced_unflatten(child, flat) for child in children]
+    names = getattr(kind, "_tree_children", None)
+    if names is not None:
+        return kind(**dict(zip(names, values, strict=True)), **dict(zip(kind._tree_static, static_values, strict=True)))
+    if kind is dict:
+        return dict(zip(static_values, values, strict=True))
+    if hasattr(kind, "_fields"):
+        return kind(*values)
+    return kind(values)
 
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of ``tree`` in order."""
+    if torch.compiler.is_compiling():
+        return tree_flatten(tree)[0]
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 

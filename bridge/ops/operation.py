@@ -12,11 +12,10 @@ import torch
 
 from bridge.autograd import run
 from bridge.compat import in_backward
-from bridge.gate import traced_state_roles
 from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, register_holder
 from bridge.state import fold_amaxes_
 from functional_te._errors import type_error, value_error
-from functional_te._value import value_of
+from functional_te._value import Table, value_of
 from functional_te.chain import Chain
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.ops import Op
@@ -39,8 +38,6 @@ def resolve_device(device: Any) -> torch.device:
 
 def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
     """For every op of a chain, the (role, quantizer) pairs that have state under ``recipe``."""
-    if torch.compiler.is_compiling():
-        return traced_state_roles(block, recipe)
     return make_plan(block, recipe=recipe).state_roles
 
 
@@ -48,11 +45,8 @@ _serials = itertools.count(1)
 _by_serial: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
 
 
-class _Made:
-    """States made while a graph was traced, as attributes, where Dynamo finds what is new."""
-
-
-_made = _Made()
+# states made while a graph was traced
+_made = Table()
 
 
 @torch.compiler.assume_constant_result
@@ -81,7 +75,7 @@ class FusibleOperation(torch.nn.Module):
         """The basic ops this one stands for, in order."""
         raise NotImplementedError
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:  # noqa: A002
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """Run the op alone. Returns the output, or a tuple of it and the extra outputs."""
         group = self.__dict__.get("_alone")
         if group is None:
@@ -317,9 +311,8 @@ class Group:
         recipe = active_recipe()
         if not self.quantized:
             return recipe
-        if recipe is None:
-            if not torch.compiler.is_compiling() and in_backward():
-                return self.quantized[0]._last_recipe
+        if recipe is None and not torch.compiler.is_compiling() and in_backward():
+            return self.quantized[0]._last_recipe
         if self.quantized[0]._last_recipe is not recipe:
             for module in self.quantized:
                 module._last_recipe = recipe

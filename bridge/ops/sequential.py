@@ -57,7 +57,7 @@ class Sequential(torch.nn.Sequential):
             self._group_error = error
             return None
 
-    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Any = None) -> Any:  # noqa: A002
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, op_kwargs: Any = None) -> Any:
         """Run the modules.
 
         Args:

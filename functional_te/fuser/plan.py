@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from functional_te._errors import type_error, value_error
+from functional_te._value import Table, uid_of, value_of
 from functional_te.chain import Chain, ExtraSource, as_chain, where
 from functional_te.fuser.match import Refusal, fuse
 from functional_te.fuser.registry import default_fusions
@@ -17,7 +19,7 @@ from functional_te.ops import FusedOp, Op, OpRequiresGrad
 from functional_te.quantization.quantizer import Quantizer
 from functional_te.quantization.recipes import Recipe, Role
 
-__all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan"]
+__all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan", "traced_plan"]
 
 # (main input, parameters of each op in the order of param_names, public extra inputs)
 GradPattern = tuple[bool, tuple[tuple[bool, ...], ...], tuple[bool, ...]]
@@ -37,6 +39,9 @@ class ForwardStep:
         extra_sources: for every covered op, where its extra inputs come from.
         dense_input: whether a quantized main input is dequantized first.
         saves: for every covered op, whether the backward needs its saved context.
+        saves_any: whether any of them does.
+        quantized: whether any covered op has forward quantizers.
+        takes_extra_inputs: whether ``resolve_fwd_args`` takes extra inputs.
     """
 
     op: Op | FusedOp
@@ -48,6 +53,9 @@ class ForwardStep:
     extra_sources: tuple[tuple[ExtraSource, ...], ...]
     dense_input: bool
     saves: tuple[bool, ...]
+    saves_any: bool
+    quantized: bool
+    takes_extra_inputs: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,6 +99,8 @@ class Plan:
         observes: the (op index, role) pairs of forward quantizers with state.
         aliases: for the main output and every returned extra output, whether it shares storage with the main input
             or with an output before it.
+        any_alias: whether any of them does.
+        param_slots: (op index, name) of every parameter, in order.
         refusals: candidates that matched a rule and were not fused, with the reason.
     """
 
@@ -107,6 +117,8 @@ class Plan:
     state_roles: tuple[tuple[tuple[str, Quantizer], ...], ...]
     observes: tuple[tuple[int, str], ...]
     aliases: tuple[bool, ...]
+    any_alias: bool
+    param_slots: tuple[tuple[int, str], ...]
     refusals: tuple[Refusal, ...]
 
     def __repr__(self) -> str:
@@ -142,6 +154,19 @@ def plan(
         ValueError: an unknown backend, or a pattern that does not fit the chain.
     """
     block = as_chain(block)
+    if torch.compiler.is_compiling():
+        return traced_plan(block, recipe, requires_grad, backend, compute_dtype, fusions)
+    return _find(block, recipe, requires_grad, backend, compute_dtype, fusions)
+
+
+def _find(
+    block: Chain,
+    recipe: Recipe | None,
+    requires_grad: bool | GradPattern,
+    backend: str,
+    compute_dtype: torch.dtype | None,
+    fusions: Fusions | None,
+) -> Plan:
     if isinstance(requires_grad, bool):
         requires_grad = full_pattern(block, requires_grad)
     rules = default_fusions() if fusions is None else fusions
@@ -151,6 +176,47 @@ def plan(
         found = _make(block, recipe, requires_grad, backend, compute_dtype, rules)
         block.plans[key] = found  # type: ignore[attr-defined]
     return found
+
+
+_traced = Table()
+# called with every plan that a traced caller asks for; the bridge registers custom ops here
+on_traced_plan: list[Callable[[Plan], None]] = []
+
+
+@torch.compiler.assume_constant_result
+def _find_while_traced(uids: str, requires_grad: Any, compute_dtype: Any) -> str:
+    """Find or make a plan, for real while a caller is traced.
+
+    Args:
+        uids: ``chain/recipe/fusions/backend``, the first three by :attr:`Value.uid`.
+        requires_grad: the pattern.
+        compute_dtype: the dtype that autocast asks for, or None.
+
+    Returns:
+        The name of the plan in the table.
+    """
+    block, recipe, fusions, backend = uids.split("/")
+    plan = _find(value_of(block), value_of(recipe), requires_grad, backend, compute_dtype, value_of(fusions))
+    for function in on_traced_plan:
+        function(plan)
+    name = f"plan_{uids}_{requires_grad}_{compute_dtype}".replace(".", "_")
+    setattr(_traced, name, plan)
+    return name
+
+
+def traced_plan(
+    block: Chain,
+    recipe: Recipe | None,
+    requires_grad: bool | GradPattern,
+    backend: str,
+    compute_dtype: torch.dtype | None,
+    fusions: Fusions | None,
+) -> Plan:
+    """The plan of a call that Dynamo is tracing. The graph is guarded by the uids of the values."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
+    uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend}"
+    return getattr(_traced, _find_while_traced(uids, requires_grad, compute_dtype))  # type: ignore[no-any-return]
 
 
 def full_pattern(block: Chain, value: bool) -> GradPattern:
@@ -216,6 +282,7 @@ def _make(
         tuple(pair for pair in (*forward_quantizers[i], *backward_quantizers[i]) if pair[1].stateful)
         for i in range(len(block.ops))
     )
+    aliases = _aliases(block)
     static = {"backend": backend, "compute_dtype": compute_dtype}
     return Plan(
         chain=block,
@@ -236,7 +303,9 @@ def _make(
         observes=tuple(
             (i, role) for i, pairs in enumerate(forward_quantizers) for role, quantizer in pairs if quantizer.stateful
         ),
-        aliases=_aliases(block),
+        aliases=aliases,
+        any_alias=any(aliases),
+        param_slots=tuple((i, name) for i, op in enumerate(block.ops) for name in op.param_names),
         refusals=refusals,
     )
 
@@ -286,6 +355,9 @@ def _forward_step(
         extra_sources=tuple(block.extra_sources[i] for i in indices),
         dense_input=not block.ops[indices[0]].accepts_quantized_input,
         saves=tuple(flow[i].any for i in indices),
+        saves_any=any(flow[i].any for i in indices),
+        quantized=any(quantizers[i] for i in indices),
+        takes_extra_inputs="extra_inputs" in names,
     )
 
 

@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 # the input kept for the backward with cache_quantized_input
-_CACHE = BoundQuantizer(quantizer=Float8CurrentScalingQuantizer(dtype=torch.float8_e4m3fn))
+INPUT_CACHE = BoundQuantizer(quantizer=Float8CurrentScalingQuantizer(dtype=torch.float8_e4m3fn))
 
 
-@pytree.node
+@pytree.bundle
 class ActivationForwardArgs:
     """Bundle of the forward.
 
@@ -80,7 +80,7 @@ class ActivationSaved:
     dtype: torch.dtype = pytree.static(default=torch.float32)
 
 
-@pytree.node
+@pytree.bundle
 class ActivationBackwardArgs:
     """Bundle of the backward.
 
@@ -110,7 +110,7 @@ def _forward(args: ActivationForwardArgs) -> FwdResult:
     x = dense(args.input_, args.dtype)
     y = k.activation_forward(x, args.kind, args.config.values, args.interleave)
     output, amax = store(k, y, args.dtype, args.output_quantizer)
-    cached = k.quantize(x, _CACHE, args.dtype)[0] if args.cache_quantized_input and args.saves else None
+    cached = k.quantize(x, INPUT_CACHE, args.dtype)[0] if args.cache_quantized_input and args.saves else None
     return FwdResult(output, cached, (), amaxes(output=amax))
 
 
@@ -121,7 +121,7 @@ def _forward_fake(args: ActivationForwardArgs) -> FwdResult:
     shape = (*x.shape[:-1], x.shape[-1] // 2) if args.gated else x.shape
     output, amax = spec_store(x.with_(shape=shape), args.dtype, args.output_quantizer)
     caches = args.cache_quantized_input and args.saves
-    cached = quantized_spec(x.with_(dtype=args.dtype), _CACHE)[0] if caches else None
+    cached = quantized_spec(x.with_(dtype=args.dtype), INPUT_CACHE)[0] if caches else None
     return FwdResult(output, cached, (), amaxes(output=amax))
 
 

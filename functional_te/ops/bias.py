@@ -24,7 +24,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["Bias", "BiasBackwardArgs", "BiasForwardArgs", "bias_grad"]
 
 
-@pytree.node
+@pytree.bundle
 class BiasForwardArgs:
     """Bundle of the forward: ``input_ [..., size]`` and ``bias [size]``."""
 
@@ -32,7 +32,7 @@ class BiasForwardArgs:
     bias: torch.Tensor
 
 
-@pytree.node
+@pytree.bundle
 class BiasBackwardArgs:
     """Bundle of the backward.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,9 +79,12 @@ def quantized_spec(spec: TensorSpec, bound: BoundQuantizer) -> tuple[QuantizedTe
 
 def amaxes(known: Amaxes = NO_AMAXES, **observed: Any) -> Amaxes:
     """``known`` and the observations that are not None, by role."""
-    new = {role: amax for role, amax in observed.items() if amax is not None}
-    if not new:
+    for amax in observed.values():
+        if amax is not None:
+            break
+    else:
         return known
+    new = {role: amax for role, amax in observed.items() if amax is not None}
     return Amaxes(roles=(*known.roles, *new), values=(*known.values, *new.values()))
 
 
@@ -115,6 +119,8 @@ def check_size(size: Any, where: str, argument: str) -> None:
 
 def normalized_shape_of(shape: Any, where: str) -> tuple[int, ...]:
     """A normalized shape given as an int or an iterable of ints, as a tuple."""
+    if not isinstance(shape, (int, Iterable)):
+        raise type_error(where, "normalized_shape", "an int or an iterable of ints", repr(shape))
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not sizes:
         raise value_error(where, "normalized_shape", "at least one dimension", "()")

@@ -15,7 +15,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["ConstantScale", "ConstantScaleArgs"]
 
 
-@pytree.node
+@pytree.bundle
 class ConstantScaleArgs:
     """Bundle of both directions: the tensor to scale and the factor."""
 

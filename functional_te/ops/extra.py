@@ -17,7 +17,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["AddExtraInput", "AddForwardArgs", "MakeExtraOutput", "SumArgs"]
 
 
-@pytree.node
+@pytree.bundle
 class AddForwardArgs:
     """Bundle of an addition: ``extra + input_``, in torch's promoted dtype."""
 
@@ -25,7 +25,7 @@ class AddForwardArgs:
     extra: torch.Tensor
 
 
-@pytree.node
+@pytree.bundle
 class SumArgs:
     """Bundle of a gradient sum: ``grad_extra + grad_output``."""
 

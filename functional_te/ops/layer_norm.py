@@ -25,7 +25,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["LayerNorm", "LayerNormBackwardArgs", "LayerNormForwardArgs", "LayerNormSaved"]
 
 
-@pytree.node
+@pytree.bundle
 class LayerNormForwardArgs:
     """Bundle of the forward.
 
@@ -67,7 +67,7 @@ class LayerNormSaved:
     stats: LayerNormStats
 
 
-@pytree.node
+@pytree.bundle
 class LayerNormBackwardArgs:
     """Bundle of the backward.
 

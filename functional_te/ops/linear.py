@@ -20,14 +20,23 @@ from functional_te.ops.common import (
     spec_store,
     store,
 )
-from functional_te.ops.op import NO_AMAXES, Amaxes, BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.op import (
+    FLOAT_DTYPES,
+    NO_AMAXES,
+    Amaxes,
+    BackwardContext,
+    BwdResult,
+    FwdResult,
+    Op,
+    OpRequiresGrad,
+)
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["BasicLinear", "LinearBackwardArgs", "LinearForwardArgs", "LinearSaved"]
 
 
-@pytree.node
+@pytree.bundle
 class LinearForwardArgs:
     """Bundle of the forward.
 
@@ -63,7 +72,7 @@ class LinearSaved:
     dtype: torch.dtype = pytree.static(default=torch.float32)
 
 
-@pytree.node
+@pytree.bundle
 class LinearBackwardArgs:
     """Bundle of the backward.
 
@@ -86,14 +95,19 @@ class LinearBackwardArgs:
     backend: str = pytree.static(default="reference")
 
 
+_NOTHING_FRESH = {dtype: LinearSaved(input_=None, weight=None, dtype=dtype) for dtype in FLOAT_DTYPES}
+
+
 def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSaved, Amaxes]:
     """Cast input and weight of a forward bundle.
 
     Returns:
         The two operands, those of them that are fresh and to be saved, and the observed amaxes.
     """
-    k = kernels(args.backend)
     x, w = args.input_, args.weight
+    if args.input_quantizer is None and args.weight_quantizer is None:
+        return x, w, _NOTHING_FRESH[args.dtype], NO_AMAXES
+    k = kernels(args.backend)
     amax_x = amax_w = fresh_x = fresh_w = None
     if args.input_quantizer is not None and not isinstance(x, QuantizedTensor):
         x, amax_x = k.quantize(x, args.input_quantizer, args.dtype)
@@ -123,6 +137,8 @@ def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes]:
 
 def saved_operands(args: Any, aux: LinearSaved) -> LinearSaved:
     """What the backward needs: the fresh copies of ``aux``, else the bundle's own tensors."""
+    if not args.save_input and not args.save_weight:
+        return _NOTHING_FRESH[args.dtype]
     return LinearSaved(
         input_=(args.input_ if aux.input_ is None else aux.input_) if args.save_input else None,
         weight=(args.weight if aux.weight is None else aux.weight) if args.save_weight else None,

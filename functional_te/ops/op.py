@@ -24,7 +24,7 @@ from functional_te._value import Value
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
-__all__ = ["Amaxes", "BackwardContext", "BwdResult", "FwdResult", "FusedOp", "Op", "OpRequiresGrad"]
+__all__ = ["Amaxes", "BackwardContext", "BwdResult", "FusedOp", "FwdResult", "Op", "OpRequiresGrad"]
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

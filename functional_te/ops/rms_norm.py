@@ -25,7 +25,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["RMSNorm", "RMSNormBackwardArgs", "RMSNormForwardArgs", "RMSNormSaved"]
 
 
-@pytree.node
+@pytree.bundle
 class RMSNormForwardArgs:
     """Bundle of the forward.
 
@@ -57,7 +57,7 @@ class RMSNormSaved:
     rstd: torch.Tensor
 
 
-@pytree.node
+@pytree.bundle
 class RMSNormBackwardArgs:
     """Bundle of the backward.
 

@@ -16,7 +16,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["Identity", "InlineArgs", "Reshape", "ShapeOf"]
 
 
-@pytree.node
+@pytree.bundle
 class InlineArgs:
     """Bundle of an inline op: the tensor, and where it goes.
 
@@ -56,6 +56,11 @@ class Identity(Op):
     forward_fake = staticmethod(_identity)
     backward_impl = staticmethod(_identity_backward)
     backward_fake = staticmethod(_identity_backward)
+
+    def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:
+        """A floating input."""
+        del params, extra_inputs
+        check_float(input_, "input", where)
 
     def resolve_fwd_args(
         self, input_: torch.Tensor, *, params: Any, state: Any, requires_grad: OpRequiresGrad

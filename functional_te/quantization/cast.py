@@ -43,7 +43,7 @@ def quantize_bound(
         observed = None
     else:
         raise TypeError(f"quantize: expected a known quantizer, got {quantizer!r}.")
-    data = saturating_cast(x.to(torch.float32) * scale, quantizer.dtype)
+    data = saturating_cast(x.to(torch.float32) * scale.reshape(()), quantizer.dtype)
     # reciprocal() makes a new tensor: saved context never aliases live state
     scale_inv = scale.reciprocal()
     return (

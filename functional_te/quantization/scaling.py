@@ -35,7 +35,8 @@ def current_scale(amax: torch.Tensor, limit: float, *, epsilon: float = 0.0, pow
         power_of_2: whether scales are powers of two.
     """
     floored = amax.clamp(min=epsilon) if epsilon > 0.0 else amax
-    scale = (limit / floored).clamp(max=FLOAT32_MAX)
+    # tensor / tensor: torch computes number / tensor as reciprocal times number, which rounds twice
+    scale = (torch.full_like(floored, limit) / floored).clamp(max=FLOAT32_MAX)
     if power_of_2:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
@@ -48,7 +49,7 @@ def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, limit: float, *, m
 
     An amax of 0, infinity or NaN keeps ``previous``; a quotient that overflows gives the largest float32.
     """
-    scale = (limit / amax) * 2.0**-margin
+    scale = (torch.full_like(amax, limit) / amax) * 2.0**-margin
     usable = (amax > 0) & torch.isfinite(amax)
     return torch.where(usable, scale.clamp(max=FLOAT32_MAX), previous)
 

@@ -66,7 +66,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High precision values, computed in float32 and rounded once to ``dtype`` (default: the nominal dtype)."""
-        return (self.data.to(torch.float32) * self.scale_inv).to(self.dtype if dtype is None else dtype)
+        return (self.data.to(torch.float32) * self.scale_inv.reshape(())).to(self.dtype if dtype is None else dtype)
 
 
 @pytree.node

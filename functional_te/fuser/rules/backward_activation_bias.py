@@ -20,7 +20,7 @@ from functional_te.tensor_spec import TensorSpec
 __all__ = ["BACKWARD_ACTIVATION_BIAS", "ActivationBiasBackwardArgs", "BackwardActivationBias"]
 
 
-@pytree.node
+@pytree.bundle
 class ActivationBiasBackwardArgs:
     """Bundle: the activation's, how to cast the result for the op before, and whether the bias needs a gradient."""
 

@@ -15,7 +15,7 @@ from functional_te.ops.linear import LinearBackwardArgs, grad_specs, grads, line
 __all__ = ["BACKWARD_LINEAR_ADD", "BackwardLinearAdd", "LinearAddBackwardArgs"]
 
 
-@pytree.node
+@pytree.bundle
 class LinearAddBackwardArgs:
     """Bundle: the linear's, and the gradient of the extra output to add, or None."""
 

@@ -12,8 +12,8 @@ from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.kernels import kernels
 from functional_te.ops import Activation, BasicLinear, Bias, FusedOp, FwdResult, Op, OpRequiresGrad
-from functional_te.ops.activation import ActivationForwardArgs, ActivationSaved
-from functional_te.ops.common import TensorOrQuantized, amaxes, spec_store, store
+from functional_te.ops.activation import INPUT_CACHE, ActivationSaved
+from functional_te.ops.common import TensorOrQuantized, amaxes, quantized_spec, spec_store, store
 from functional_te.ops.linear import (
     LinearForwardArgs,
     LinearSaved,
@@ -27,7 +27,7 @@ from functional_te.quantization.tensor import BoundQuantizer
 __all__ = ["FORWARD_LINEAR_BIAS_ACTIVATION", "ForwardLinearBiasActivation", "LinearBiasActivationArgs"]
 
 
-@pytree.node
+@pytree.bundle
 class LinearBiasActivationArgs:
     """Bundle: a linear's, the bias, and the static fields of the activation.
 
@@ -56,34 +56,17 @@ class LinearBiasActivationArgs:
     saves_activation: bool = pytree.static(default=False)
 
 
-def _activation_args(args: LinearBiasActivationArgs, x: Any) -> ActivationForwardArgs:
-    return ActivationForwardArgs(
-        input_=x,
-        output_quantizer=args.output_quantizer,
-        kind=args.activation,
-        gated=args.gated,
-        config=args.config,
-        interleave=args.interleave,
-        dtype=args.dtype,
-        cache_quantized_input=args.cache_quantized_input,
-        saves=args.saves_activation,
-        backend=args.linear.backend,
-    )
-
-
 def _forward(args: LinearBiasActivationArgs) -> FwdResult:
     k = kernels(args.linear.backend)
     x, w, aux, observed = operands(args.linear)
     y: Any = k.gemm_nt(x, w, dtype=args.linear.dtype, bias=args.bias)
+    kept = None
     if args.activation:
-        act = Activation.forward_impl(_activation_args(args, y))
-        if not args.saves_activation:
-            y = None
-        elif act.aux is not None:
-            y = act.aux
-        return FwdResult(act.output, (aux, y), (), amaxes(observed, **dict(act.amaxes.items())))
+        if args.saves_activation:
+            kept = k.quantize(y, INPUT_CACHE, args.dtype)[0] if args.cache_quantized_input else y
+        y = k.activation_forward(y, args.activation, args.config.values, args.interleave)
     output, amax = store(k, y, args.dtype, args.output_quantizer)
-    return FwdResult(output, (aux, None), (), amaxes(observed, output=amax))
+    return FwdResult(output, (aux, kept), (), observed if amax is None else amaxes(observed, output=amax))
 
 
 def _forward_fake(args: LinearBiasActivationArgs) -> FwdResult:
@@ -91,15 +74,15 @@ def _forward_fake(args: LinearBiasActivationArgs) -> FwdResult:
     y: Any = linear_output_spec(args.linear)
     if args.bias is not None:
         y = y.with_(dtype=torch.promote_types(y.dtype, args.bias.dtype))
+    kept = None
     if args.activation:
-        act = Activation.forward_fake(_activation_args(args, y))
-        if not args.saves_activation:
-            y = None
-        elif act.aux is not None:
-            y = act.aux
-        return FwdResult(act.output, (aux, y), (), amaxes(observed, **dict(act.amaxes.items())))
+        if args.saves_activation:
+            caches = args.cache_quantized_input
+            kept = quantized_spec(y.with_(dtype=args.dtype), INPUT_CACHE)[0] if caches else y
+        if args.gated:
+            y = y.with_(shape=(*y.shape[:-1], y.shape[-1] // 2))
     output, amax = spec_store(y, args.dtype, args.output_quantizer)
-    return FwdResult(output, (aux, None), (), amaxes(observed, output=amax))
+    return FwdResult(output, (aux, kept), (), amaxes(observed, output=amax))
 
 
 def _setup_context(args: LinearBiasActivationArgs, aux: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from functional_te.ops.linear import LinearForwardArgs, linear_output_spec, oper
 __all__ = ["FORWARD_LINEAR_BIAS_ADD", "ForwardLinearBiasAdd", "LinearBiasAddArgs"]
 
 
-@pytree.node
+@pytree.bundle
 class LinearBiasAddArgs:
     """Bundle: a linear's, the bias ``[out_features]`` or None, and the extra tensor ``[..., out_features]``."""
 

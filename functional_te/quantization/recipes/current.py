@@ -61,6 +61,11 @@ class Float8CurrentScaling(Recipe):
             raise type_error(where, "fp8_format", "a Format", self.fp8_format)
         if self.fp8_format is Format.E5M2:
             raise value_error(where, "fp8_format", "HYBRID or E4M3", "E5M2")
+        if not isinstance(self.use_power_2_scales, bool):
+            raise type_error(where, "use_power_2_scales", "a bool", repr(self.use_power_2_scales))
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not isinstance(getattr(self, name), MMParams):
+                raise type_error(where, name, "MMParams", repr(getattr(self, name)))
         if self.backward_override is not None:
             raise value_error(where, "backward_override", "None", self.backward_override)
 

@@ -1,0 +1,144 @@
+"""How the arguments of one chain call travel through the autograd function.
+
+Two ways. In eager mode only the tensors that need gradients are handed to autograd, each once; everything else waits
+in the record of the call. While Dynamo traces, and under ``torch.func`` transforms, every tensor has to be an argument,
+each distinct one once, and the bundle of the call is rebuilt from them inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functional_te import pytree
+from functional_te.fuser.plan import Plan
+from functional_te.quantization.tensor import QuantizedTensor
+
+__all__ = ["Call", "eager_call", "flat_call"]
+
+
+class Call:
+    """What one call passes besides its tensors.
+
+    Attributes:
+        plan: the plan.
+        closes: whether the backward also closes the step of its quantizers (see :mod:`bridge.recipe_context`).
+        grad_slots: for x, every parameter and every extra input in order: which argument it is, or -1.
+        bundle: ``(x, params, extra_inputs, kwargs, state)`` until the forward takes it, or None if it is rebuilt.
+        spec: tree definition of that bundle, with tuples in the place of dicts.
+        slots: for every leaf of that tree, which argument it is.
+        kwarg_names: for every op with forward kwargs, its index and their names.
+        saved_spec: tree definition of what the forward saved (set by the forward under ``torch.func``).
+        saved_places: for every saved leaf, ``(True, argument)`` or ``(False, output)`` (likewise).
+    """
+
+    __slots__ = (
+        "bundle",
+        "closes",
+        "grad_slots",
+        "kwarg_names",
+        "plan",
+        "saved_places",
+        "saved_spec",
+        "slots",
+        "spec",
+    )
+
+    def __init__(self, plan: Plan, closes: bool, grad_slots: tuple[int, ...], bundle: Any) -> None:
+        self.plan = plan
+        self.closes = closes
+        self.grad_slots = grad_slots
+        self.bundle = bundle
+        self.spec: Any = None
+        self.slots: tuple[int, ...] = ()
+        self.kwarg_names: tuple[tuple[int, tuple[str, ...]], ...] = ()
+        self.saved_spec: Any = None
+        self.saved_places: tuple[tuple[bool, int], ...] = ()
+
+    def arguments(self, unique: Any) -> Any:
+        """``(x, params, extra_inputs, kwargs, state)``. The record keeps no tensor alive after that."""
+        if self.bundle is not None:
+            bundle, self.bundle = self.bundle, None
+            return bundle
+        plan = self.plan
+        leaves = [unique[slot] for slot in self.slots]
+        x, params, extra_inputs, kwarg_values, state_values = pytree.tree_unflatten(self.spec, leaves)
+        named = [dict(zip(op.param_names, own, strict=True)) for op, own in zip(plan.chain.ops, params, strict=True)]
+        kwargs = {
+            index: dict(zip(names, values, strict=True))
+            for (index, names), values in zip(self.kwarg_names, kwarg_values, strict=True)
+        }
+        state = tuple(
+            [
+                {role: value for (role, _), value in zip(roles, own, strict=True)}
+                for roles, own in zip(plan.state_roles, state_values, strict=True)
+            ]
+        )
+        return x, named, extra_inputs, kwargs, state
+
+
+def eager_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[torch.Tensor]]:
+    """The record of an eager call, and the distinct tensors that need gradients."""
+    x, params, extra_inputs, _, _ = bundle
+    needs_x, needs_params, needs_extras = plan.requires_grad
+    unique: list[torch.Tensor] = []
+    places: dict[int, int] = {}
+    slots: list[int] = []
+
+    def add(value: Any, needed: bool) -> None:
+        if not needed:
+            slots.append(-1)
+            return
+        slot = places.setdefault(id(value), len(unique))
+        if slot == len(unique):
+            unique.append(value)
+        slots.append(slot)
+
+    add(x, needs_x)
+    for op, own, needed in zip(plan.chain.ops, params, needs_params, strict=True):
+        for name, need in zip(op.param_names, needed, strict=True):
+            add(own[name], need)
+    for extra, need in zip(extra_inputs, needs_extras, strict=True):
+        add(extra, need)
+    return Call(plan, closes, tuple(slots), bundle), unique
+
+
+def flat_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[Any]]:
+    """The record of a call whose arguments are all passed, and the distinct ones."""
+    x, params, extra_inputs, kwargs, state = bundle
+    own = tuple(
+        [tuple([given[name] for name in op.param_names]) for op, given in zip(plan.chain.ops, params, strict=True)]
+    )
+    kwarg_values = tuple([tuple(given.values()) for given in kwargs.values()])
+    state_values = tuple(
+        [tuple([state[i][role] for role, _ in roles]) if roles else () for i, roles in enumerate(plan.state_roles)]
+    )
+    leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values))
+    unique, slots = _distinct(leaves)
+    grad_slots, position = [], 0
+    for value in (x, *[param for given in own for param in given], *extra_inputs):
+        quantized = isinstance(value, QuantizedTensor)
+        grad_slots.append(-1 if quantized else slots[position])
+        position += len(pytree.leaves(value)) if quantized else 1
+    call = Call(plan, closes, tuple(grad_slots), None)
+    call.spec, call.slots = spec, slots
+    call.kwarg_names = tuple([(index, tuple(given)) for index, given in kwargs.items()])
+    return call, unique
+
+
+def _distinct(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """The distinct objects among ``leaves``, and for every leaf which of them it is. Compares by ``is``: traceable."""
+    unique: list[Any] = []
+    slots = []
+    for leaf in leaves:
+        slot = -1
+        for position, known in enumerate(unique):
+            if known is leaf:
+                slot = position
+                break
+        if slot < 0:
+            slot = len(unique)
+            unique.append(leaf)
+        slots.append(slot)
+    return unique, tuple(slots)

@@ -1,0 +1,90 @@
+"""The private PyTorch interfaces in ``bridge.compat`` still mean what the bridge takes them to mean."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bridge import compat
+
+
+def test_every_function_of_compat_has_a_test_here():
+    tested = {name.removeprefix("test_").split("__")[0] for name in globals() if name.startswith("test_")}
+    assert set(compat.__all__) <= tested
+
+
+def test_in_backward__outside_and_in_a_forward():
+    assert compat.in_backward() is False
+    x = torch.ones(2, requires_grad=True)
+    y = (x * x).sum()
+    assert compat.in_backward() is False
+    y.backward()
+    assert compat.in_backward() is False
+
+
+def test_in_backward__inside_a_backward():
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(("forward", compat.in_backward()))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(("backward", compat.in_backward()))
+            return grad * 2
+
+    Spy.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == [("forward", False), ("backward", True)]
+
+
+def test_in_backward__inside_a_recomputed_forward():
+    for use_reentrant in (True, False):
+        seen = []
+
+        def forward(x, seen=seen):
+            seen.append(compat.in_backward())
+            return torch.sin(x)
+
+        x = torch.ones(2, requires_grad=True)
+        y = checkpoint(forward, x, use_reentrant=use_reentrant)
+        assert seen == [False]
+        y.sum().backward()
+        assert seen == [False, True]
+
+
+def test_in_backward__is_over_after_a_backward_that_failed():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("on purpose")
+
+    y = Fails.apply(torch.ones(2, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        y.backward()
+    assert compat.in_backward() is False
+
+
+def test_functorch_active__only_inside_a_transform():
+    seen = []
+
+    def function(x):
+        seen.append(compat.functorch_active())
+        return (x * x).sum()
+
+    x = torch.ones(2, requires_grad=True)
+    function(x).backward()
+    with torch.no_grad():
+        function(x)
+    assert seen == [False, False]
+    torch.func.grad(function)(x.detach())
+    _, pullback = torch.func.vjp(function, x.detach())
+    pullback(torch.ones(()))
+    torch.func.vmap(function)(torch.ones(3, 2))
+    assert seen[2:] == [True, True, True]
+    assert compat.functorch_active() is False
