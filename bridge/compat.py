@@ -15,7 +15,7 @@ def in_backward() -> bool:
 
     Reason: a recomputed forward must not close a step of delayed scaling, and no public function tells.
     """
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined, no-any-return]
+    return torch._C._current_graph_task_id() != -1
 
 
 def functorch_active() -> bool:
@@ -23,4 +23,4 @@ def functorch_active() -> bool:
 
     Reason: those need the variant of the autograd function whose saved tensors are outputs.
     """
-    return torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined, no-any-return]
+    return torch._C._are_functorch_transforms_active()

@@ -41,8 +41,8 @@ def warn_compile_eager_fallback(reason: str) -> None:
 
 def _register_ops(plan: Plan) -> None:
     """Register the custom ops of a plan, and report what has none."""
-    for step in (*plan.forward, *plan.backward):
-        reason = ensure_registered(type(step.op))
+    for op in [step.op for step in plan.forward] + [step.op for step in plan.backward]:
+        reason = ensure_registered(type(op))
         if reason is not None:
             warn_compile_eager_fallback(reason)
 

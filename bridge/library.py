@@ -117,7 +117,7 @@ def register_custom_op(op_class: type[Any]) -> tuple[RegisteredOp | None, Regist
         TypeError: a direction has no bundle, no fake, or a bundle field that no schema can express.
     """
     if op_class.__dict__.get("compile_ops") is not None:
-        return op_class.compile_ops  # type: ignore[no-any-return]
+        return op_class.compile_ops
     pair: list[RegisteredOp | None] = []
     for direction, bundle, inline, result in (
         ("forward", op_class.fwd_args_type, op_class.inline_forward, FwdResult),
@@ -133,7 +133,7 @@ def register_custom_op(op_class: type[Any]) -> tuple[RegisteredOp | None, Regist
         name = f"{op_class.__name__.lower()}_{direction}"
         pair.append(_register_op(name, bundle, impl, fake, result, opaque=getattr(op_class, "opaque", False)))
     op_class.compile_ops = (pair[0], pair[1])
-    return op_class.compile_ops  # type: ignore[no-any-return]
+    return op_class.compile_ops
 
 
 def ensure_registered(op_class: type[Any]) -> str | None:

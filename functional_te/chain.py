@@ -150,7 +150,7 @@ def as_chain(block: Any) -> Chain:
         return block
     if isinstance(block, Op):
         if torch.compiler.is_compiling():
-            return getattr(_traced, _chain_of(block.uid))  # type: ignore[no-any-return]
+            return getattr(_traced, _chain_of(block.uid))
         return Chain((block,))
     got = f"the class {block.__name__}; call it" if isinstance(block, type) else type(block).__name__
     raise type_error("chain", "block", "a chain or an op", got)

@@ -121,9 +121,6 @@ def _check_structure(block: Chain, params: Any, extra_inputs: tuple[Any, ...]) -
 def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -> None:
     """Check the tensors of a call; remembered by their shapes, dtypes and devices."""
     block = plan.chain
-    for value in (x, *extra_inputs):
-        if isinstance(value, TensorSpec):
-            raise type_error("chain", "input", "a tensor", "TensorSpec", "Use fte.eval_shape for specs.")
     if torch.compiler.is_compiling():
         infer(block, params, x, extra_inputs, plan.compute_dtype)
         return
@@ -134,19 +131,30 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
             key.append(len(own))
         for index, name in plan.param_slots:
             param = params[index][name]
-            key += (param.shape, param.dtype, param.device)
+            key += (type(param), param.shape, param.dtype, param.device)
         for extra in extra_inputs:
-            key += (extra.shape, extra.dtype, extra.device)
+            key += (type(extra), extra.shape, extra.dtype, extra.device)
         known = tuple(key)
     except (AttributeError, KeyError, IndexError, TypeError):  # something is amiss: the walk says what
         infer(block, params, x, extra_inputs, plan.compute_dtype)
         raise
     if known in checked:
         return
+    _refuse_specs(block, params, x, extra_inputs)
     infer(block, params, x, extra_inputs, plan.compute_dtype)
     if len(checked) >= 1024:
         checked.clear()
     checked[known] = None
+
+
+def _refuse_specs(block: Chain, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -> None:
+    """Specs are for :func:`functional_te.eval_shape`."""
+    named = [("input", 0, x), *[(name, i, own[name]) for i, own in enumerate(params) for name in own]]
+    for slot, extra in enumerate(extra_inputs):
+        named.append((f"extra input {slot}", 0, extra))
+    for name, index, value in named:
+        if isinstance(value, TensorSpec):
+            raise type_error(where(block.ops, index), name, "a tensor", "a TensorSpec", "See fte.eval_shape().")
 
 
 def check_state(plan: Plan, state: Any) -> None:

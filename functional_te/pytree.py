@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 def static(**kwargs: Any) -> Any:
     """Declare a field of a node that is part of its structure (compared by ``==``), not a child."""
-    return optree.dataclasses.field(pytree_node=False, **kwargs)
+    return optree.dataclasses.field(pytree_node=False, **kwargs)  # type: ignore[call-overload]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, dataclasses.field))

@@ -319,7 +319,7 @@ class Group:
         return recipe
 
     def _state(self, recipe: Recipe) -> Any:
-        state = []
+        state: list[dict[str, DelayedScalingState]] = []
         for index, (module, roles) in enumerate(zip(self.modules, state_roles(self.block, recipe), strict=True)):
             if not roles:
                 state.append({})

@@ -75,7 +75,8 @@ class Sequential(torch.nn.Sequential):
             raise self._group_error
         kwargs = self._bind_kwargs(op_kwargs) if op_kwargs else None
         x, extras, taken = input, [], 0
-        for group in self._module_groups:
+        groups: list[Any] = self.__dict__["_module_groups"]
+        for group in groups:
             if not isinstance(group, Group):
                 x = group(x)
                 continue

@@ -216,7 +216,7 @@ def traced_plan(
     if recipe is not None and not isinstance(recipe, Recipe):
         raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
     uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend}"
-    return getattr(_traced, _find_while_traced(uids, requires_grad, compute_dtype))  # type: ignore[no-any-return]
+    return getattr(_traced, _find_while_traced(uids, requires_grad, compute_dtype))
 
 
 def full_pattern(block: Chain, value: bool) -> GradPattern:
@@ -237,7 +237,8 @@ def _check_pattern(block: Chain, pattern: Any) -> None:
 
 def _grad_flow(block: Chain, pattern: GradPattern) -> tuple[OpRequiresGrad, ...]:
     """What each op has to produce: an input gradient only if something before it needs one."""
-    flowing, flow = pattern[0], []
+    flowing = pattern[0]
+    flow: list[OpRequiresGrad] = []
     for index, op in enumerate(block.ops):
         extras = tuple(
             pattern[2][source.public] if source.public >= 0 else flow[source.op].any

@@ -377,7 +377,7 @@ class SiTUGLU(InterleavedActivation):
     @property
     def config(self) -> Constants:
         """``(beta1, beta2)``."""
-        return self._config  # type: ignore[attr-defined, no-any-return]
+        return self._config  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -409,4 +409,4 @@ class ClampedSwiGLU(InterleavedActivation):
     @property
     def config(self) -> Constants:
         """``(limit, alpha, glu_linear_offset)``."""
-        return self._config  # type: ignore[attr-defined, no-any-return]
+        return self._config  # type: ignore[attr-defined]

@@ -89,10 +89,12 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, state: Any = None) -> Any:
         )
     if not quantizer.stateful and state is not None:
         raise value_error(where, "state", "None for a quantizer without state", type(state).__name__)
-    quantized, amax = quantize_bound(
-        x, BoundQuantizer(quantizer=quantizer, scale=None if state is None else state.scale)
-    )
-    return quantized if state is None else (quantized, update_amax(state, amax))
+    scale = None if state is None else state.scale
+    quantized, amax = quantize_bound(x, BoundQuantizer(quantizer=quantizer, scale=scale))
+    if state is None:
+        return quantized
+    assert amax is not None  # a stateful quantizer observes
+    return quantized, update_amax(state, amax)
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,6 +1,11 @@
-"""Transformer Engine's rule of delayed scaling, simulated number by number in float32; and reading modules' state."""
+"""Transformer Engine's rule of delayed scaling, simulated number by number in float32; a small model and its data."""
 
 import numpy
+import torch
+
+from bridge import ops
+
+SIZE = 16
 
 E4M3_MAX, E5M2_MAX = numpy.float32(448), numpy.float32(57344)
 
@@ -66,3 +71,20 @@ def state_of(model):
         for name, b in sorted(model.named_buffers())
         if name.endswith(("scale", "amax_history"))
     }
+
+
+def with_amax(amax, seed):
+    """A matrix whose largest magnitude is exactly ``amax``."""
+    values = 2 * torch.rand(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) - 1
+    values = values * amax * 0.75
+    values[seed % SIZE, 3] = -amax
+    return values
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return ops.Sequential(ops.RMSNorm(SIZE), ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
+
+
+def inputs_of(step):
+    return with_amax(1.0 + 2 * step, step).requires_grad_(), with_amax(0.5 + step, step + 50)

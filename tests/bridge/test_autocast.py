@@ -144,7 +144,7 @@ def test_a_context_is_reusable_but_not_reentrant(linear, x):
 )
 @pytest.mark.parametrize("enabled", [True, False])
 def test_bad_recipes(recipe, enabled):
-    with pytest.raises(TypeError, match="recipe.*expected.*recipe"):
+    with pytest.raises(TypeError, match=r"recipe.*expected.*recipe"):
         bridge.autocast(enabled=enabled, recipe=recipe)
     assert active_recipe() is None
 
@@ -200,8 +200,14 @@ def test_switching_between_current_and_delayed(linear, x):
 
 @pytest.mark.parametrize(
     ("mode", "lengths"),
-    [("eager", (4, 2)), ("eager", (2, 5)), ("eager", (4, 1)), ("eager", (1, 3)), ("eager", (4, 2, 4))]
-    + [("compiled", (4, 2, 5))],
+    [
+        ("eager", (4, 2)),
+        ("eager", (2, 5)),
+        ("eager", (4, 1)),
+        ("eager", (1, 3)),
+        ("eager", (4, 2, 4)),
+        ("compiled", (4, 2, 5)),
+    ],
     ids=str,
 )
 def test_another_history_length(dynamo, linear, x, mode, lengths):

@@ -1,9 +1,6 @@
-"""State of delayed scaling in modules: the scales of every step, recomputation, compiled steps, saving and moving."""
+"""State of delayed scaling in modules: the scales of every step, recomputation, compiled steps."""
 
-import copy
 import gc
-import io
-import pickle
 
 import pytest
 import torch
@@ -14,19 +11,10 @@ import functional_te as fte
 from bridge import ops
 
 from .compiled import SMALL_HISTORY, assert_same_bits, graph_count
-from .delayed import E4M3_MAX, E5M2_MAX, LinearRules, state_of
+from .delayed import E4M3_MAX, E5M2_MAX, SIZE, LinearRules, inputs_of, mlp, state_of, with_amax
 
 DelayedScaling = fte.recipes.DelayedScaling
 E4M3 = fte.recipes.Format.E4M3
-SIZE = 16
-
-
-def _with_amax(amax, seed):
-    """A matrix whose largest magnitude is exactly ``amax``."""
-    values = 2 * torch.rand(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) - 1
-    values = values * amax * 0.75
-    values[seed % SIZE, 3] = -amax
-    return values
 
 
 def _linear(recipe=SMALL_HISTORY, **settings):
@@ -69,9 +57,9 @@ STEPS = [
 def test_scales_of_every_step_follow_transformer_engine(recipe):
     linear, rules = _linear(recipe)
     for step, (input_amax, weight_amax, grad_amax) in enumerate(STEPS):
-        x, dy = _with_amax(input_amax, step).requires_grad_(), _with_amax(grad_amax, step + 50)
+        x, dy = with_amax(input_amax, step).requires_grad_(), with_amax(grad_amax, step + 50)
         with torch.no_grad():
-            linear.weight.copy_(_with_amax(weight_amax, step + 100))
+            linear.weight.copy_(with_amax(weight_amax, step + 100))
         linear.weight.grad = None
         with bridge.autocast(recipe=recipe):
             if step == 0:  # state appears on entry, or at the latest when the module runs
@@ -119,10 +107,10 @@ def test_module_called_twice_in_one_context():
     weight_amax = linear.weight.abs().max().item()
     for step, (one, other) in enumerate([(1.0, 3.0), (4.0, 0.5), (0.25, 0.125)]):
         with bridge.autocast(recipe=SMALL_HISTORY):
-            y = linear(_with_amax(one, step))
-            z = linear(_with_amax(other, step + 50))
-        y.backward(_with_amax(other, step))
-        z.backward(_with_amax(one, step))
+            y = linear(with_amax(one, step))
+            z = linear(with_amax(other, step + 50))
+        y.backward(with_amax(other, step))
+        z.backward(with_amax(one, step))
         rules.observe(input=max(one, other), weight=weight_amax, grad_output=max(one, other))
         rules.close()
         _check_next(linear, rules)
@@ -134,7 +122,7 @@ def test_gradient_accumulation_closes_once_per_context():
     for step in range(3):
         for microbatch in range(2):
             amax = 1.0 + 3 * step + 7 * microbatch
-            _run(linear, _with_amax(amax, step), _with_amax(1 / amax, step))
+            _run(linear, with_amax(amax, step), with_amax(1 / amax, step))
             rules.observe(input=amax, weight=weight_amax, grad_output=1 / amax)
             rules.close()
             _check_next(linear, rules)
@@ -146,7 +134,7 @@ def test_skipped_backward_leaves_the_gradient_quantizer_alone():
     weight_amax = linear.weight.abs().max().item()
     for step, backward in enumerate([True, False, False, True, True]):
         amax = 2.0**step
-        _run(linear, _with_amax(amax, step), _with_amax(3 * amax, step) if backward else None)
+        _run(linear, with_amax(amax, step), with_amax(3 * amax, step) if backward else None)
         rules.observe(input=amax, weight=weight_amax, **({"grad_output": 3 * amax} if backward else {}))
         rules.close()
         _check_next(linear, rules)
@@ -157,7 +145,7 @@ def test_frozen_weight_and_input_still_observe_the_forward():
     linear.requires_grad_(False)
     weight_amax = linear.weight.abs().max().item()
     for step in range(3):
-        _run(linear, _with_amax(1.0 + step, step))
+        _run(linear, with_amax(1.0 + step, step))
         rules.observe(input=1.0 + step, weight=weight_amax)
         rules.close()
         _check_next(linear, rules)
@@ -166,11 +154,11 @@ def test_frozen_weight_and_input_still_observe_the_forward():
 def test_nan_and_inf_keep_the_scale():
     linear, rules = _linear()
     weight_amax = linear.weight.abs().max().item()
-    _run(linear, _with_amax(2.0, 0))
+    _run(linear, with_amax(2.0, 0))
     rules.observe(input=2.0, weight=weight_amax)
     rules.close()
     for bad in (float("inf"), float("nan")):
-        x = _with_amax(1.0, 1)
+        x = with_amax(1.0, 1)
         x[0, 0] = bad
         _run(linear, x)
         rules.observe(weight=weight_amax)
@@ -181,15 +169,6 @@ def test_nan_and_inf_keep_the_scale():
 
 
 # ---------------------------------------------------------------------------- recomputation and compiled steps
-
-
-def _mlp(seed=0):
-    torch.manual_seed(seed)
-    return ops.Sequential(ops.RMSNorm(SIZE), ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
-
-
-def _inputs(step):
-    return _with_amax(1.0 + 2 * step, step).requires_grad_(), _with_amax(0.5 + step, step + 50)
 
 
 def _train(model, run, steps=4, outside=True):
@@ -203,7 +182,7 @@ def _train(model, run, steps=4, outside=True):
     """
     seen = []
     for step in range(steps):
-        x, dy = _inputs(step)
+        x, dy = inputs_of(step)
         model.zero_grad()
         if outside:
             with bridge.autocast(recipe=SMALL_HISTORY):
@@ -220,7 +199,7 @@ def _train(model, run, steps=4, outside=True):
 
 
 def _expected(steps=4):
-    model = _mlp()
+    model = mlp()
     result = _train(model, model, steps)
     assert len(result[1]) == 12
     del model
@@ -242,21 +221,21 @@ def _recomputed(model, reentrant, where):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_tensor_hooks"])
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_checkpointing_changes_nothing(reentrant, where):
-    expected, model = _expected(), _mlp()
+    expected, model = _expected(), mlp()
     assert_same_bits(_train(model, _recomputed(model, reentrant, where), outside=where == "outside"), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved_tensor_hooks"])
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_checkpointing_layer_by_layer_changes_nothing(reentrant, where):
-    expected, model = _expected(), _mlp()
+    expected, model = _expected(), mlp()
     parts = [_recomputed(part, reentrant, where) for part in (model[:2], model[2:])]
     assert_same_bits(_train(model, lambda x: parts[1](parts[0](x)), outside=where == "outside"), expected)
 
 
 @pytest.mark.parametrize("pattern", ["context outside", "context inside", "checkpoint inside the context"])
 def test_compiled_steps_are_eager_steps(dynamo, pattern):
-    expected, model = _expected(6), _mlp()
+    expected, model = _expected(6), mlp()
 
     def function(x):
         if pattern == "context inside":
@@ -280,7 +259,7 @@ def test_compiled_steps_are_eager_steps(dynamo, pattern):
 
 
 def test_compiled_module_in_an_eager_checkpoint(dynamo):
-    expected, model = _expected(), _mlp()
+    expected, model = _expected(), mlp()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_bits(_train(model, _recomputed(compiled, False, "inside"), outside=False), expected)
 
@@ -288,7 +267,7 @@ def test_compiled_module_in_an_eager_checkpoint(dynamo):
 def _two_forwards_before_the_backwards(model, run, outside):
     seen = []
     for step in range(3):
-        inputs = [_inputs(step), _inputs(step + 5)]
+        inputs = [inputs_of(step), inputs_of(step + 5)]
         outputs = []
         for x, _ in inputs:
             if outside:
@@ -306,11 +285,11 @@ def _two_forwards_before_the_backwards(model, run, outside):
 
 def test_step_closed_between_a_compiled_forward_and_its_backward(dynamo):
     """Also where the partitioner may recompute cheap results in the backward, as Inductor's does."""
-    model = _mlp()
+    model = mlp()
     expected = _two_forwards_before_the_backwards(model, model, True)
     del model
     gc.collect()
-    model = _mlp()
+    model = mlp()
     run = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
     got = _two_forwards_before_the_backwards(model, run, True)
     # this backend decomposes torch's functions, which may round differently; the scales are what matters here
@@ -320,7 +299,7 @@ def test_step_closed_between_a_compiled_forward_and_its_backward(dynamo):
 
 
 def test_compiled_module_and_eager_calls_share_the_state(dynamo):
-    expected, model = _expected(), _mlp()
+    expected, model = _expected(), mlp()
     compiled, calls = torch.compile(model, fullgraph=True, backend="aot_eager"), []
 
     def alternate(x):
@@ -328,152 +307,3 @@ def test_compiled_module_and_eager_calls_share_the_state(dynamo):
         return (compiled if len(calls) % 2 else model)(x)
 
     assert_same_bits(_train(model, alternate), expected)
-
-
-# ---------------------------------------------------------------------------- saving, copying, moving
-
-RESUMABLE = {
-    "max": SMALL_HISTORY,
-    "margin": DelayedScaling(amax_history_len=4, margin=2),
-    "most_recent": DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"),
-    "function": DelayedScaling(amax_history_len=4, amax_compute_algo=torch.mean),
-}
-
-
-def _steps(model, recipe, steps):
-    seen = []
-    for step in steps:
-        x, dy = _inputs(step)
-        model.zero_grad()
-        with bridge.autocast(recipe=recipe):
-            y = model(x)
-        y.backward(dy)
-        seen.append([y.detach(), x.grad, *[p.grad.clone() for p in model.parameters()]])
-    return seen
-
-
-@pytest.mark.parametrize("recipe", RESUMABLE.values(), ids=RESUMABLE)
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_resuming_from_a_state_dict_continues_bit_for_bit(recipe, used):
-    model = _mlp()
-    _steps(model, recipe, range(3))
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    expected = _steps(model, recipe, range(3, 6))
-    buffer.seek(0)
-    resumed = _mlp(1)
-    if used:
-        _steps(resumed, recipe, range(6, 8))
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
-    assert_same_bits(_steps(resumed, recipe, range(3, 6)), expected)
-
-
-def test_loading_a_history_of_another_length():
-    source, target = ops.BasicLinear(SIZE, SIZE), ops.BasicLinear(SIZE, SIZE)
-    long = DelayedScaling(amax_history_len=6)
-    _steps(source, long, range(4))
-    _steps(target, SMALL_HISTORY, range(2))
-    target.load_state_dict(source.state_dict())
-    _steps(source, SMALL_HISTORY, [4])
-    _steps(target, SMALL_HISTORY, [4])
-    with bridge.autocast(recipe=SMALL_HISTORY):
-        assert_same_bits(state_of(target), state_of(source))
-
-
-def test_loading_without_state_keeps_fresh_state():
-    target = ops.BasicLinear(SIZE, SIZE)
-    target.load_state_dict(ops.BasicLinear(SIZE, SIZE).state_dict())
-    assert state_of(target) == {}
-    twin = copy.deepcopy(target)
-    assert_same_bits(_steps(target, SMALL_HISTORY, range(3)), _steps(twin, SMALL_HISTORY, range(3)))
-
-
-def _payload(content):
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).clone()
-
-
-class _Evil:
-    touched = False
-
-    def __reduce__(self):
-        return (setattr, (_Evil, "touched", True))
-
-
-_ENTRY = {"scale": torch.ones(1), "amax_history": torch.zeros(4), "dtype": "torch.float8_e4m3fn"}
-BAD_PAYLOADS = {
-    "code": lambda: _payload(_Evil()),
-    "pickle": lambda: torch.frombuffer(bytearray(pickle.dumps({"a": 1}, protocol=2)), dtype=torch.uint8).clone(),
-    "noise": lambda: torch.arange(100, dtype=torch.uint8),
-    "list": lambda: _payload([1, 2]),
-    "unknown role": lambda: _payload({"input": _ENTRY, "nonsense": _ENTRY}),
-    "missing field": lambda: _payload({"input": {"scale": torch.ones(1)}}),
-    "no tensor": lambda: _payload({"input": {**_ENTRY, "scale": 1.0}}),
-    "shape of the scale": lambda: _payload({"input": {**_ENTRY, "scale": torch.ones(3)}}),
-    "shape of the history": lambda: _payload({"input": {**_ENTRY, "amax_history": torch.ones(2, 2)}}),
-    "dtype of the history": lambda: _payload({"input": {**_ENTRY, "amax_history": torch.ones(4).double()}}),
-    "a module as dtype": lambda: _payload({"input": {**_ENTRY, "dtype": "torch.nn"}}),
-    "another dtype": lambda: _payload({"input": {**_ENTRY, "dtype": "torch.float32"}}),
-}
-
-
-@pytest.mark.parametrize("bad", BAD_PAYLOADS)
-def test_other_payloads_are_refused_and_nothing_is_half_loaded(bad):
-    linear = ops.BasicLinear(SIZE, SIZE)
-    _steps(linear, SMALL_HISTORY, range(2))
-    before = state_of(linear)
-    payload = BAD_PAYLOADS[bad]()
-    with pytest.raises((ValueError, TypeError, RuntimeError, pickle.UnpicklingError)):
-        linear.set_extra_state(payload)
-    assert not _Evil.touched
-    assert_same_bits(state_of(linear), before)
-    _steps(linear, SMALL_HISTORY, [2])
-
-
-def test_deepcopied_and_pickled_modules_have_their_own_state():
-    model = _mlp()
-    _steps(model, SMALL_HISTORY, range(3))
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert len(state_of(model)) == 12
-    for other in copies:
-        assert_same_bits(state_of(other), state_of(model))
-    before = state_of(model)
-    with bridge.autocast(recipe=SMALL_HISTORY):
-        before = state_of(model)
-        copies[0](100 * torch.ones(SIZE, SIZE))
-        assert_same_bits(state_of(model), before)
-    expected = _steps(model, SMALL_HISTORY, range(3, 5))
-    assert_same_bits(_steps(copies[1], SMALL_HISTORY, range(3, 5)), expected)
-
-
-@pytest.mark.parametrize(
-    "move",
-    [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().float()],
-    ids=["to", "half", "back"],
-)
-def test_casting_the_parameters_leaves_the_state_in_float32(move):
-    model = _mlp()
-    _steps(model, SMALL_HISTORY, range(3))
-    before = state_of(model)
-    move(model)
-    assert_same_bits(state_of(model), before)
-    with bridge.autocast(recipe=SMALL_HISTORY):
-        model(torch.ones(SIZE, SIZE, dtype=model[1].weight.dtype)).sum().backward()
-
-
-def test_moving_to_another_device_moves_the_state():
-    model = ops.BasicLinear(SIZE, SIZE)
-    _steps(model, SMALL_HISTORY, range(2))
-    assert len(state_of(model)) == 6
-    model.to("meta")
-    assert {b.device.type for b in state_of(model).values()} == {"meta"}
-
-
-def test_state_is_in_no_state_dict_entry_of_its_own():
-    model = _mlp()
-    keys = list(model.state_dict())
-    _steps(model, SMALL_HISTORY, range(2))
-    assert list(model.state_dict()) == keys
-    assert model.state_dict()["1.basic_ops.0._extra_state"].numel() > 0
-    assert model.state_dict()["0._extra_state"].numel() == 0

@@ -19,12 +19,11 @@ Operand = torch.Tensor | QuantizedTensor
 
 def _operands(a: Operand, b: Operand, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Both operands in one dtype, and the float32 factor their product still needs (None: none)."""
-    a_is_quantized, b_is_quantized = isinstance(a, QuantizedTensor), isinstance(b, QuantizedTensor)
-    if a_is_quantized and b_is_quantized:
-        return a.data.to(torch.float32), b.data.to(torch.float32), a.scale_inv * b.scale_inv
-    if a_is_quantized:
+    if isinstance(a, QuantizedTensor):
+        if isinstance(b, QuantizedTensor):
+            return a.data.to(torch.float32), b.data.to(torch.float32), a.scale_inv * b.scale_inv
         a = a.dequantize(dtype)
-    elif b_is_quantized:
+    if isinstance(b, QuantizedTensor):
         b = b.dequantize(dtype)
     return (
         a if a.dtype is dtype else a.to(dtype),
