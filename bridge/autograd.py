@@ -21,7 +21,7 @@ from functional_te.chain import as_chain
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import full_pattern
 from functional_te.fuser.plan import plan as make_plan
-from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass, launch_impl
+from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
 from functional_te.quantization.tensor import QuantizedTensor
 
 __all__ = ["apply", "run"]
@@ -49,7 +49,7 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
 def _backward(call: Call, saved: Any, state: Any, grads: Any, count: int) -> tuple[Any, ...]:
     """One gradient or None for each of ``count`` arguments; observations of the backward are written to ``state``."""
     plan = call.plan
-    launch = launch_traced if torch.compiler.is_compiling() else launch_impl
+    launch = launch_traced if torch.compiler.is_compiling() else None
     outcome = backward_pass(plan, saved, state, grads[0], grads[1 : 1 + len(plan.chain.extra_outputs)], launch)
     if outcome.amaxes:
         if call.closes:
@@ -227,7 +227,7 @@ def _run(
     check_state(plan, state)
     bound = bind_kwargs(block, kwargs) if kwargs else {}
     if not plan.output_requires_grad:
-        outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else launch_impl)
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else None)
         return [outcome.output, *outcome.extra_outputs], outcome.amaxes
     bundle = (x, params, extra_inputs, bound, state)
     if compiling:

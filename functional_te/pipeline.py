@@ -1,7 +1,7 @@
 """Running a plan: the forward pass and the backward pass as pure functions over values.
 
-Nothing here touches autograd or global state. How a step is launched (``launch``) is a parameter, so that the bridge
-can put a custom op in the place of an implementation.
+Nothing here touches autograd or global state. How a step is launched (``launch(op, direction, args)``) is a parameter,
+so that the bridge can put a custom op in the place of an implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functional_te.ops.op import NO_AMAXES
 from functional_te.quantization.state import update_amax
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
-__all__ = ["BackwardOutcome", "ForwardOutcome", "backward_pass", "fold_amaxes", "forward_pass", "launch_impl"]
+__all__ = ["BackwardOutcome", "ForwardOutcome", "backward_pass", "fold_amaxes", "forward_pass"]
 
 Amaxes = dict[tuple[int, str], torch.Tensor]
 _NO_STATE: dict[str, BoundQuantizer] = {}
@@ -55,11 +55,6 @@ class BackwardOutcome(NamedTuple):
     amaxes: Amaxes
 
 
-def launch_impl(op: Any, direction: str, args: Any) -> Any:
-    """Launch a step by calling its implementation."""
-    return op.forward_impl(args) if direction == "forward" else op.backward_impl(args)
-
-
 def _bind(quantizer: Any, state: Any, index: int, role: str) -> BoundQuantizer:
     return BoundQuantizer(quantizer=quantizer, scale=state[index][role].scale if quantizer.stateful else None)
 
@@ -87,15 +82,14 @@ def _forward_args(
         call["next_op_input_quantizer"] = _bind(step.next_quantizer, state, last + 1, "input")
     if not step.fused:
         call["params"] = params[first]
-        call["state"] = _bind_all(step.quantizers[0], state, first) if step.quantizers[0] else _NO_STATE
+        if step.quantized:
+            call["state"] = _bind_all(step.quantizers[0], state, first)
         if step.extra_sources[0]:
             call["extra_inputs"] = tuple([_extra_input(s, extra_inputs, produced) for s in step.extra_sources[0]])
         return call
     call["params"] = tuple([params[i] for i in step.indices])
     if step.quantized:
         call["state"] = tuple([_bind_all(q, state, i) for q, i in zip(step.quantizers, step.indices, strict=True)])
-    else:
-        call["state"] = (_NO_STATE,) * len(step.indices)
     if step.takes_extra_inputs:
         call["extra_inputs"] = tuple(
             [tuple([_extra_input(s, extra_inputs, produced) for s in sources]) for sources in step.extra_sources]
@@ -120,7 +114,7 @@ def forward_pass(
     state: Any,
     extra_inputs: Any = (),
     kwargs: dict[int, dict[str, Any]] | None = None,
-    launch: Callable[[Any, str, Any], Any] = launch_impl,
+    launch: Callable[[Any, str, Any], Any] | None = None,
 ) -> ForwardOutcome:
     """Run the forward of a plan. Arguments are taken to fit; see :func:`functional_te.apply`."""
     amaxes: Amaxes = {}
@@ -130,11 +124,15 @@ def forward_pass(
         op, first = step.op, step.indices[0]
         if step.dense_input and isinstance(x, QuantizedTensor):
             x = x.dequantize()
-        call = _forward_args(step, params, state, extra_inputs, produced)
-        if kwargs and first in kwargs:
-            call.update(kwargs[first])
-        args = op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
-        result = launch(op, "forward", args)
+        if step.simple and not kwargs:
+            own = tuple([params[i] for i in step.indices]) if step.fused else params[first]
+            args = op.resolve_fwd_args(x, params=own, **step.static_kwargs)  # type: ignore[union-attr]
+        else:
+            call = _forward_args(step, params, state, extra_inputs, produced)
+            if kwargs and first in kwargs:
+                call.update(kwargs[first])
+            args = op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
+        result = op.forward_impl(args) if launch is None else launch(op, "forward", args)  # type: ignore[union-attr]
         if type(result) is not FwdResult:
             result = FwdResult(*result)
         x = result.output
@@ -182,7 +180,7 @@ def backward_pass(
     state: Any,
     grad_output: Any,
     grad_extra_outputs: Any = (),
-    launch: Callable[[Any, str, Any], Any] = launch_impl,
+    launch: Callable[[Any, str, Any], Any] | None = None,
 ) -> BackwardOutcome:
     """Run the backward of a plan.
 
@@ -192,7 +190,7 @@ def backward_pass(
         state: quantizer state; only the gradient quantizers' is read.
         grad_output: gradient of the main output.
         grad_extra_outputs: one gradient or None for every extra output returned to the caller.
-        launch: how a step is launched.
+        launch: how a step is launched; None calls its implementation.
     """
     block, dy = plan.chain, grad_output
     amaxes: Amaxes = {}
@@ -204,7 +202,7 @@ def backward_pass(
     for step in plan.backward:
         contexts = _backward_contexts(plan, step, saved, state, grad_extras)
         args = step.op.resolve_bwd_args(contexts if step.fused else contexts[0], dy)  # type: ignore[union-attr]
-        result = launch(step.op, "backward", args)
+        result = step.op.backward_impl(args) if launch is None else launch(step.op, "backward", args)  # type: ignore[union-attr]
         if type(result) is not BwdResult:
             result = BwdResult(result[0], tuple(result[1:]))
         if result.grad_input is not None:

@@ -40,6 +40,7 @@ class ForwardStep:
         dense_input: whether a quantized main input is dequantized first.
         saves: for every covered op, whether the backward needs its saved context.
         saves_any: whether any of them does.
+        simple: whether nothing but parameters has to be added to ``static_kwargs``.
         quantized: whether any covered op has forward quantizers.
         takes_extra_inputs: whether ``resolve_fwd_args`` takes extra inputs.
     """
@@ -54,6 +55,7 @@ class ForwardStep:
     dense_input: bool
     saves: tuple[bool, ...]
     saves_any: bool
+    simple: bool
     quantized: bool
     takes_extra_inputs: bool
 
@@ -167,13 +169,14 @@ def _find(
     compute_dtype: torch.dtype | None,
     fusions: Fusions | None,
 ) -> Plan:
-    if isinstance(requires_grad, bool):
-        requires_grad = full_pattern(block, requires_grad)
     rules = default_fusions() if fusions is None else fusions
     key = (recipe, requires_grad, backend, compute_dtype, rules)
     found: Plan | None = block.plans.get(key)  # type: ignore[attr-defined]
     if found is None:
-        found = _make(block, recipe, requires_grad, backend, compute_dtype, rules)
+        if isinstance(requires_grad, bool):
+            found = _find(block, recipe, full_pattern(block, requires_grad), backend, compute_dtype, rules)
+        else:
+            found = _make(block, recipe, requires_grad, backend, compute_dtype, rules)
         block.plans[key] = found  # type: ignore[attr-defined]
     return found
 
@@ -346,18 +349,23 @@ def _forward_step(
             "keyword-only params, state and requires_grad",
             sorted(names),
         )
+    quantized = any(quantizers[i] for i in indices)
+    if not quantized:
+        provided["state"] = ({},) * len(indices) if fused else {}
+    next_quantizer = following.get("input") if op.quantizes_output else None
     return ForwardStep(
         op=op,
         indices=indices,
         fused=fused,
         static_kwargs={name: value for name, value in provided.items() if name in names},
         quantizers=tuple(quantizers[i] for i in indices),
-        next_quantizer=following.get("input") if op.quantizes_output else None,
+        next_quantizer=next_quantizer,
         extra_sources=tuple(block.extra_sources[i] for i in indices),
         dense_input=not block.ops[indices[0]].accepts_quantized_input,
         saves=tuple(flow[i].any for i in indices),
         saves_any=any(flow[i].any for i in indices),
-        quantized=any(quantizers[i] for i in indices),
+        simple=not quantized and next_quantizer is None and "extra_inputs" not in names,
+        quantized=quantized,
         takes_extra_inputs="extra_inputs" in names,
     )
 
