@@ -260,7 +260,9 @@ def apply(
 
     Functional about the forward: the state with the forward's observations comes back as a value. What the backward
     observes is folded into slot 0 of the gradient quantizers' histories *of the state that was passed in*, like a
-    donated buffer; :func:`functional_te.vjp` gives everything as values. The products, norms and activations follow
+    donated buffer; :func:`functional_te.vjp` gives everything as values. A compiled function may update a state it was
+    given and pass it on, but may not also return one that it made and used: the compiler refuses to write to its own
+    output in the backward. The products, norms and activations follow
     ``torch.autocast`` if it is enabled.
 
     Args:

@@ -83,7 +83,7 @@ def with_amax(amax, seed):
 
 def mlp(seed=0):
     torch.manual_seed(seed)
-    return ops.Sequential(ops.RMSNorm(SIZE), ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
+    return ops.Sequential(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE, bias=False))
 
 
 def inputs_of(step):

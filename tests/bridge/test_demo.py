@@ -23,6 +23,15 @@ STEPS = 5
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Models this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"

@@ -277,7 +277,7 @@ def _two_forwards_before_the_backwards(model, run, outside):
                 outputs.append(run(x))
         for y, (_, dy) in zip(outputs, inputs, strict=True):
             y.backward(dy)
-        seen.append([*[y.detach() for y in outputs], *[x.grad for x, _ in inputs], model[1].weight.grad.clone()])
+        seen.append([*[y.detach() for y in outputs], *[x.grad for x, _ in inputs], model[0].weight.grad.clone()])
         model.zero_grad()
     with bridge.autocast(recipe=SMALL_HISTORY):
         return seen, state_of(model)

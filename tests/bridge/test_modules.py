@@ -34,11 +34,7 @@ CASES = {
     "constant_scale": (lambda: ops.ConstantScale(-2.5), fte.ConstantScale(-2.5), (4, 8)),
     "make_extra_output": (lambda: ops.MakeExtraOutput(), fte.MakeExtraOutput(), (4, 8)),
     **{
-        name: (getattr(ops, name), getattr(fte, name)(), (4, 8))
-        for name in (
-            ("GELU", "QGELU", "SiLU", "ReLU", "SReLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU")
-            + ("SwiGLU", "SiTUGLU", "ClampedSwiGLU")
-        )
+        name: (getattr(ops, name), getattr(fte, name)(), (4, 8)) for name in ops.__all__ if name.endswith(("LU", "GLU"))
     },
     "swiglu_interleaved": (
         lambda: ops.SwiGLU(glu_interleave_size=2),

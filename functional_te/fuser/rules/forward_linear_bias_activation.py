@@ -49,7 +49,7 @@ class LinearBiasActivationArgs:
     output_quantizer: BoundQuantizer | None = None
     activation: str = pytree.static(default="")
     gated: bool = pytree.static(default=False)
-    config: Constants = pytree.static(default=NO_CONSTANTS)
+    config: Constants = pytree.static()
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     cache_quantized_input: bool = pytree.static(default=False)
@@ -130,7 +130,11 @@ class ForwardLinearBiasActivation(FusedOp):
         dtype = linear_args.dtype if bias is None else torch.promote_types(linear_args.dtype, bias.dtype)
         if not isinstance(last, Activation):
             return LinearBiasActivationArgs(
-                linear=linear_args, bias=bias, output_quantizer=next_op_input_quantizer, dtype=dtype
+                linear=linear_args,
+                bias=bias,
+                output_quantizer=next_op_input_quantizer,
+                config=NO_CONSTANTS,
+                dtype=dtype,
             )
         return LinearBiasActivationArgs(
             linear=linear_args,
