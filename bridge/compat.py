@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
-__all__ = ["functorch_active", "in_backward"]
+__all__ = ["functorch_active", "in_backward", "preserved_versions"]
 
 
 def in_backward() -> bool:
@@ -24,3 +26,12 @@ def functorch_active() -> bool:
     Reason: those need the variant of the autograd function whose saved tensors are outputs.
     """
     return torch._C._are_functorch_transforms_active()
+
+
+def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """Write to ``tensors`` inside without autograd taking them for changed.
+
+    Reason: a compiled backward reads the gradient quantizers' scales as they are when it runs, which is what is wanted,
+    and autograd would refuse it after a step was closed.
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tensors)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """``autocast``: which recipe the modules run, and when a step of delayed scaling is closed.
 
 A module's quantizers observe while it runs; a step is closed, for all modules, when the outermost ``autocast`` of the
-*next* training forward is entered. So every forward and backward of one step, a recomputed forward included, reads
+*next* forward is entered. So every forward and backward of one step, a recomputed forward included, reads
 the same scales, and the scales of each step are those Transformer Engine would use: it closes the forward's
 quantizers when the context ends and the backward's when the backward ends, both before the next step. Nothing is
-closed on entry without grad mode, nor while a backward runs (activation checkpointing enters contexts again).
+closed while a backward runs (activation checkpointing enters contexts again). Without grad mode nothing is observed.
 
 A context that is entered inside a compiled function cannot see the modules of the next step. There each module closes
 its forward quantizers when it first runs in the context, and each backward closes its gradient quantizers.
@@ -100,7 +100,7 @@ class autocast:
         if _active.depth == 0:
             if torch.compiler.is_compiling():
                 _active.closed = []
-            elif torch.is_grad_enabled() and not compat.in_backward():
+            elif not compat.in_backward():
                 _close_step(self.recipe)
         _active.depth += 1
         _active.recipe = self.recipe
@@ -115,33 +115,50 @@ class autocast:
 
 def _close_step(recipe: Recipe | None) -> None:
     """Close the step of every module that observed something, and give modules without state fresh state."""
-    pending: dict[tuple[Quantizer, torch.device], list[DelayedScalingState]] = {}
+    pending: dict[tuple[Quantizer, torch.device], list[tuple[Any, str, DelayedScalingState]]] = {}
     for module in _holders:
         module.prepare_state(recipe)
-        for _, quantizer, state in module.named_states():
-            pending.setdefault((quantizer, state.scale.device), []).append(state)
-    with torch.no_grad():
-        for (quantizer, _), states in pending.items():
-            _update_together(quantizer, states)
+        for role, quantizer, state in module.named_states():
+            pending.setdefault((quantizer, state.scale.device), []).append((module, role, state))
+    written = [
+        tensor for own in pending.values() for _, _, state in own for tensor in (state.scale, state.amax_history)
+    ]
+    # the backward of a compiled forward reads the gradient's scale as it is then
+    with torch.no_grad(), compat.preserved_versions(tuple(written)):
+        for (quantizer, _), own in pending.items():
+            before = _update_together(quantizer, [state for _, _, state in own])
+            for (module, role, _), scale in zip(own, before, strict=True):
+                if module.observed and role in module.op.forward_quantizers:
+                    module.scales_before_close.setdefault(role, scale.clone())
+    for module in _holders:
+        module.observed = False
 
 
-def _update_together(quantizer: Quantizer, states: list[DelayedScalingState]) -> None:
-    """``update_scale`` for many states of one quantizer at once, written back in place."""
+def _update_together(quantizer: Quantizer, states: list[DelayedScalingState]) -> list[torch.Tensor]:
+    """``update_scale`` for many states of one quantizer at once, written back in place.
+
+    Returns:
+        The scales as they were before.
+    """
     custom = isinstance(quantizer, Float8DelayedScalingQuantizer) and not (
         isinstance(quantizer.amax_compute_algo, str) and quantizer.scaling_factor_compute_algo is None
     )
-    if custom or len(states) == 1:
-        for state in states:
-            write_state_(state, update_scale(quantizer, state))
-        return
     stacked = DelayedScalingState(
         scale=torch.stack([state.scale for state in states]),
         amax_history=torch.stack([state.amax_history for state in states]),
     )
-    updated = update_scale(quantizer, stacked)
-    for state, scale, history in zip(states, updated.scale, updated.amax_history, strict=True):
-        state.scale.copy_(scale)
-        state.amax_history.copy_(history)
+    if custom:
+        updates = [update_scale(quantizer, state) for state in states]
+    else:
+        updated = update_scale(quantizer, stacked)
+        updates = [
+            DelayedScalingState(scale=scale, amax_history=history)
+            for scale, history in zip(updated.scale, updated.amax_history, strict=True)
+        ]
+    for state, update in zip(states, updates, strict=True):
+        state.scale.copy_(update.scale)
+        state.amax_history.copy_(update.amax_history)
+    return list(stacked.scale)
 
 
 def close_in_graph(module: Any, roles: Any, states: dict[str, DelayedScalingState]) -> None:

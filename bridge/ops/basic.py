@@ -185,8 +185,11 @@ class RMSNorm(_Norm):
 class _Activation(BasicOperation):
     op_class: ClassVar[Any]
 
-    def __init__(self, *, cache_quantized_input: bool = False, **config: Any) -> None:
-        super().__init__(self.op_class(cache_quantized_input=cache_quantized_input, **config))
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        self._configure(cache_quantized_input=cache_quantized_input)
+
+    def _configure(self, *, cache_quantized_input: bool, **config: Any) -> None:
+        BasicOperation.__init__(self, self.op_class(cache_quantized_input=cache_quantized_input, **config))
         self.cache_quantized_input = cache_quantized_input
 
 
@@ -256,7 +259,7 @@ class SwiGLU(_Activation):
     op_class = fte.SwiGLU
 
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self._configure(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
 
 
 class SiTUGLU(_Activation):
@@ -272,7 +275,7 @@ class SiTUGLU(_Activation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(
+        self._configure(
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
             beta1=beta1,
@@ -294,7 +297,7 @@ class ClampedSwiGLU(_Activation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(
+        self._configure(
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
             limit=limit,

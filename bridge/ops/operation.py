@@ -1,31 +1,27 @@
-"""Modules over ops: parameters and quantizer state of one op, and groups that run as one chain."""
+"""Modules over ops: parameters, channels and quantizer state."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import weakref
 from typing import Any
 
 import torch
 
-from bridge.autograd import run
-from bridge.compat import in_backward
-from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, register_holder
-from bridge.state import fold_amaxes_
+from bridge.ops import extra_state
+from bridge.ops.group import Group, StateRoles, modules_by_serial, state_roles
+from bridge.recipe_context import register_holder
 from functional_te._errors import type_error, value_error
-from functional_te._value import Table, value_of
 from functional_te.chain import Chain
-from functional_te.fuser.plan import plan as make_plan
 from functional_te.ops import Op
 from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.state import DelayedScalingState, init_quantizer_state
 from functional_te.recipes import Recipe
 
-StateRoles = tuple[tuple[str, Quantizer], ...]
+__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "resolve_device"]
 
-__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "Group", "resolve_device"]
+_serials = itertools.count(1)
 
 
 def resolve_device(device: Any) -> torch.device:
@@ -34,38 +30,6 @@ def resolve_device(device: Any) -> torch.device:
         default = torch.get_default_device()
         return torch.device("cuda") if torch.cuda.is_available() and default.type == "cpu" else default
     return torch.device(device)
-
-
-def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
-    """For every op of a chain, the (role, quantizer) pairs that have state under ``recipe``."""
-    return make_plan(block, recipe=recipe).state_roles
-
-
-_serials = itertools.count(1)
-_by_serial: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
-
-
-# states made while a graph was traced
-_made = Table()
-
-
-@torch.compiler.assume_constant_result
-def _make_state(names: str) -> str:
-    """Make a module's state, for real, while a caller is traced: a graph must not create what outlives it.
-
-    Args:
-        names: ``module/chain/recipe/index``: the module's serial, two uids, and the op's index in the chain.
-
-    Returns:
-        The name of the state in the table.
-    """
-    serial, block, recipe, index = names.split("/")
-    roles = make_plan(value_of(block), recipe=value_of(recipe)).state_roles[int(index)]
-    module = _by_serial[serial]
-    module.ensure_state(roles)
-    key = f"state_{serial}"
-    setattr(_made, key, module.states(roles))
-    return key
 
 
 class FusibleOperation(torch.nn.Module):
@@ -77,19 +41,29 @@ class FusibleOperation(torch.nn.Module):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """Run the op alone. Returns the output, or a tuple of it and the extra outputs."""
-        group = self.__dict__.get("_alone")
-        if group is None:
+        group = self.__dict__["_alone"]
+        if group is None:  # broken channels: says which
             group = Group(self.basic_operations())
-            self.__dict__["_alone"] = group
         given = {0: kwargs} if kwargs else None
         outputs = group(input, extra_inputs, given)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def regroup(self) -> None:
+        """Make the chain of the op alone again. Never while a graph is traced, where no value can be made."""
+        try:
+            self.__dict__["_alone"] = Group(self.basic_operations())
+        except ValueError:  # an open channel; a call raises
+            self.__dict__["_alone"] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is rebuilt when needed."""
         state = dict(self.__dict__)
         state.pop("_alone", None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.regroup()
 
 
 class BasicOperation(FusibleOperation):
@@ -113,13 +87,19 @@ class BasicOperation(FusibleOperation):
         # recipe under which the op ran last; a recomputed forward outside of any autocast runs it again
         self._last_recipe: Recipe | None = None
         self._state_roles: StateRoles = ()
+        self._loaded = False
+        # forward scales as they were before a step was closed, until the next forward; a recomputed one reads them
+        self.scales_before_close: dict[str, torch.Tensor] = {}
+        # whether an eager forward that is no recomputation observed something that is not closed yet
+        self.observed = False
         if op.param_names:
             self._init_parameters(resolve_device(device), dtype)
         self._register()
+        self.regroup()
 
     def _register(self) -> None:
         if self.op.forward_quantizers or self.op.backward_quantizers:
-            _by_serial[self._serial] = self
+            modules_by_serial[self._serial] = self
             register_holder(self)
 
     def _init_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -133,9 +113,13 @@ class BasicOperation(FusibleOperation):
     def reset_parameters(self) -> None:
         """Draw fresh parameters, on the current CUDA device (or CPU) if they had no storage."""
         for own in self.parameters(recurse=False):
-            device = resolve_device(None) if own.device.type == "meta" else own.device
-            self._init_parameters(device, own.dtype)
-            return
+            if own.device.type == "meta":
+                self._init_parameters(resolve_device(None), own.dtype)
+                return
+        with torch.no_grad():
+            for name, own in self.named_parameters(recurse=False):
+                generator = torch.Generator().manual_seed(int(torch.randint(2**31, ()).item()))
+                own.copy_(self.op.init_params(generator, own.dtype, own.device)[name])
 
     def basic_operations(self) -> list[BasicOperation]:
         """This op."""
@@ -163,16 +147,28 @@ class BasicOperation(FusibleOperation):
 
     def _check_channel(self, kind: str, index: int, channel: Any, count: int) -> None:
         where = type(self).__name__
-        if self._captured:
+        if self._is_captured():
             raise RuntimeError(f"{where}: a Sequential or a call already captured its channel routing.")
         if not isinstance(index, int) or not 0 <= index < count:
             raise IndexError(f"{where}: extra {kind} {index!r} is out of range; the op has {count}.")
         if channel is not None and not (isinstance(channel, str) and channel):
             raise value_error(where, "channel", "None or a non-empty string", repr(channel))
 
+    def _is_captured(self) -> bool:
+        groups = [self.__dict__.get("_alone")]
+        for owner in self._owners:
+            container = owner()
+            if container is not None:
+                groups.extend(container.__dict__.get("_module_groups", (container.__dict__.get("_alone"),)))
+        # `_captured` outlives the groups
+        self._captured = self._captured or any(
+            isinstance(group, Group) and group.ran and any(own is self for own in group.modules) for group in groups
+        )
+        return self._captured
+
     def _set_op(self, **changes: Any) -> None:
         self.op = dataclasses.replace(self.op, **changes)
-        self.__dict__.pop("_alone", None)
+        self.regroup()
         for owner in self._owners:
             container = owner()
             if container is not None:
@@ -196,18 +192,31 @@ class BasicOperation(FusibleOperation):
         if self.has_state(roles):
             return
         known, device = dict(self._state_roles), self._state_device()
-        for role, quantizer in roles:
-            fresh = init_quantizer_state(quantizer, device)
-            assert fresh is not None
-            old = known.get(role)
-            if isinstance(old, Float8DelayedScalingQuantizer) and old.dtype is quantizer.dtype:
-                history = getattr(self, f"{role}_amax_history")
-                kept = min(len(history), len(fresh.amax_history))
-                fresh.amax_history[:kept] = history[:kept]
-                fresh.scale.copy_(getattr(self, f"{role}_scale"))
-            self.register_buffer(f"{role}_scale", fresh.scale, persistent=False)
-            self.register_buffer(f"{role}_amax_history", fresh.amax_history, persistent=False)
+        # ordinary tensors even if the first call is an evaluation, and no part of autograd's graph
+        with torch.inference_mode(False), torch.no_grad():
+            for role, quantizer in roles:
+                fresh = init_quantizer_state(quantizer, device)
+                assert fresh is not None
+                old = known.get(role)
+                if isinstance(old, Float8DelayedScalingQuantizer) and old.dtype is quantizer.dtype:
+                    history = getattr(self, f"{role}_amax_history")
+                    kept = min(len(history), len(fresh.amax_history))
+                    fresh.amax_history[:kept] = history[:kept]
+                    fresh.scale.copy_(getattr(self, f"{role}_scale"))
+                self.register_buffer(f"{role}_scale", fresh.scale, persistent=False)
+                self.register_buffer(f"{role}_amax_history", fresh.amax_history, persistent=False)
         self._state_roles = roles
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast the module; quantizer state moves with it and stays float32."""
+        kept = self.named_states()
+        super()._apply(fn, recurse)
+        for role, _, old in kept:
+            for name, tensor in ((f"{role}_scale", old.scale), (f"{role}_amax_history", old.amax_history)):
+                moved = getattr(self, name)
+                if moved.dtype is not torch.float32:
+                    self._buffers[name] = tensor.to(moved.device)
+        return self
 
     def states(self, roles: StateRoles) -> dict[str, DelayedScalingState]:
         """The state by role, over the buffers as they are now."""
@@ -219,8 +228,17 @@ class BasicOperation(FusibleOperation):
 
     def prepare_state(self, recipe: Recipe | None) -> None:
         """Give an op that has no state yet the state that ``recipe`` needs, while no graph is being traced."""
-        if not self._state_roles and recipe is not None and self._state_device().type != "meta":
-            self.ensure_state(state_roles(Chain((self.op,)), recipe)[0])
+        if recipe is None or self._state_device().type == "meta":
+            return
+        if self._state_roles and not self._loaded:
+            return
+        roles = state_roles(Chain((self.op,)), recipe)[0]
+        lengths = [[getattr(q, "amax_history_len", 0) for _, q in pairs] for pairs in (roles, self._state_roles)]
+        if not self._state_roles:
+            self.ensure_state(roles)
+        elif roles and lengths[0] == lengths[1]:
+            self._state_roles = roles  # what was loaded is closed by the recipe's own functions
+        self._loaded = False
 
     def named_states(self) -> list[tuple[str, Quantizer, DelayedScalingState]]:
         """Role, quantizer and state of everything that has state."""
@@ -229,34 +247,22 @@ class BasicOperation(FusibleOperation):
 
     def get_extra_state(self) -> torch.Tensor:
         """Quantizer state as bytes: what ``torch.save`` writes for a dict of tensors; empty if there is none."""
-        if not self._state_roles:
-            return torch.empty(0, dtype=torch.uint8)
-        content = {
-            role: {"scale": state.scale.cpu(), "amax_history": state.amax_history.cpu(), "dtype": str(quantizer.dtype)}
-            for (role, quantizer), state in zip(self._state_roles, self.states(self._state_roles).values(), strict=True)
-        }
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).clone()
+        return extra_state.encode(self.named_states())
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         """Restore quantizer state; loads tensors only, never code."""
         if state is None or state.numel() == 0:
             return
-        buffer = io.BytesIO(state.detach().cpu().numpy().tobytes())
-        content = torch.load(buffer, weights_only=True, map_location=self._state_device())
-        roles = []
-        for role, entry in content.items():
-            dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
-            quantizer = Float8DelayedScalingQuantizer(dtype=dtype, amax_history_len=len(entry["amax_history"]))
-            roles.append((role, dict(self._state_roles).get(role, quantizer)))
-            self.register_buffer(f"{role}_scale", entry["scale"], persistent=False)
-            self.register_buffer(f"{role}_amax_history", entry["amax_history"], persistent=False)
-        self._state_roles = tuple(roles)
+        loaded = extra_state.decode(self.op, state, self._state_device())
+        for role, _, own in loaded:
+            self.register_buffer(f"{role}_scale", own.scale, persistent=False)
+            self.register_buffer(f"{role}_amax_history", own.amax_history, persistent=False)
+        self._state_roles = tuple((role, quantizer) for role, quantizer, _ in loaded)
+        self._loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the containers, which register themselves again."""
-        return {**super().__getstate__(), "_owners": []}
+        return {**super().__getstate__(), "_owners": [], "_captured": self._is_captured()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the copy too."""
@@ -274,68 +280,15 @@ class FusedOperation(FusibleOperation):
     def __init__(self, basic_ops: list[BasicOperation]) -> None:
         super().__init__()
         self.basic_ops = torch.nn.ModuleList(basic_ops)
+        self.regroup()
 
     def basic_operations(self) -> list[BasicOperation]:
         """The ops of ``basic_ops``."""
         return list(self.basic_ops)  # type: ignore[arg-type]
 
-
-class Group:
-    """Consecutive ops of a container, run as one chain.
-
-    Attributes:
-        modules: the basic ops.
-        block: their chain.
-    """
-
-    def __init__(self, modules: list[BasicOperation]) -> None:
-        self.modules = modules
-        self.block = Chain(tuple(module.op for module in modules))
-        self.num_extra_inputs = self.block.num_extra_inputs
-        self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
-
-    def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
-        modules = self.modules
-        params = tuple([_params(module) for module in modules])
-        recipe = self._recipe()
-        if recipe is None:
-            return run(self.block, params, x, extra_inputs, None, None, kwargs)[0]
-        state = self._state(recipe)
-        outputs, amaxes = run(self.block, params, x, extra_inputs, state, recipe, kwargs, closes=closes_in_graph())
-        if amaxes and torch.is_grad_enabled():
-            fold_amaxes_(state, amaxes)
-        return outputs
-
-    def _recipe(self) -> Recipe | None:
-        """The active recipe. A forward recomputed by a backward outside of any context runs the recipe it ran first."""
-        recipe = active_recipe()
-        if not self.quantized:
-            return recipe
-        if recipe is None and not torch.compiler.is_compiling() and in_backward():
-            return self.quantized[0]._last_recipe
-        if self.quantized[0]._last_recipe is not recipe:
-            for module in self.quantized:
-                module._last_recipe = recipe
-        return recipe
-
-    def _state(self, recipe: Recipe) -> Any:
-        state: list[dict[str, DelayedScalingState]] = []
-        for index, (module, roles) in enumerate(zip(self.modules, state_roles(self.block, recipe), strict=True)):
-            if not roles:
-                state.append({})
-                continue
-            if torch.compiler.is_compiling() and not module.has_state(roles):
-                own = getattr(_made, _make_state(f"{module._serial}/{self.block.uid}/{recipe.uid}/{index}"))
-            else:
-                module.ensure_state(roles)
-                own = module.states(roles)
-            close_in_graph(module, roles, own)
-            state.append(own)
-        return tuple(state)
-
-
-def _params(module: BasicOperation) -> Any:
-    """The op's parameters by name; attributes for those that a parametrization has replaced."""
-    own = module._parameters
-    names = module.op.param_names
-    return own if len(own) == len(names) else {name: getattr(module, name) for name in names}
+    def regroup(self) -> None:
+        """Also when a channel of a contained op is set."""
+        for module in self.basic_operations():
+            if not any(owner() is self for owner in module._owners):
+                module._owners.append(weakref.ref(self))
+        super().regroup()

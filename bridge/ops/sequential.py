@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from bridge.ops.operation import BasicOperation, FusibleOperation, Group
-from functional_te._errors import value_error
+from bridge.ops.group import Group
+from bridge.ops.operation import BasicOperation, FusibleOperation
+from functional_te._errors import type_error, value_error
 
 __all__ = ["Sequential"]
 
@@ -31,6 +32,10 @@ class Sequential(torch.nn.Sequential):
 
     def regroup(self) -> None:
         """Compute the groups again, after ops were exchanged or their channels were set."""
+        for group in self.__dict__.get("_module_groups", ()):
+            if isinstance(group, Group) and group.ran:
+                for captured in group.modules:
+                    captured._captured = True
         groups: list[Any] = []
         run: list[BasicOperation] = []
         self._group_error: Exception | None = None
@@ -107,19 +112,23 @@ class Sequential(torch.nn.Sequential):
             bound[module] = dict(kwargs)
         return bound
 
-    def __setitem__(self, index: Any, module: Any) -> None:
-        super().__setitem__(index, module)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, torch.nn.Module):
+            self.regroup()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
         self.regroup()
 
     def __delitem__(self, index: Any) -> None:
         super().__delitem__(index)
         self.regroup()
 
-    def append(self, module: Any) -> Any:
-        """Add a module at the end."""
-        super().append(module)
+    def add_module(self, name: str, module: Any) -> None:
+        """Add a module; every other way to add some ends here or in an attribute."""
+        super().add_module(name, module)
         self.regroup()
-        return self
 
     def insert(self, index: int, module: Any) -> Any:
         """Insert a module."""
@@ -127,11 +136,17 @@ class Sequential(torch.nn.Sequential):
         self.regroup()
         return self
 
-    def extend(self, modules: Iterable[Any]) -> Any:
-        """Add modules at the end."""
-        for module in list(modules):
-            self.append(module)
-        return self
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, torch.nn.Sequential):
+            raise type_error("Sequential", "+", "a Sequential", type(other).__name__)
+        return type(self)(*self, *other)
+
+    def __mul__(self, times: int) -> Any:
+        if not isinstance(times, int) or times < 1:
+            raise value_error("Sequential", "*", "a positive int", repr(times))
+        return type(self)(*(module for _ in range(times) for module in self))
+
+    __rmul__ = __mul__
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -88,3 +88,12 @@ def test_functorch_active__only_inside_a_transform():
     torch.func.vmap(function)(torch.ones(3, 2))
     assert seen[2:] == [True, True, True]
     assert compat.functorch_active() is False
+
+
+def test_preserved_versions() -> None:
+    kept, changed = torch.zeros(2), torch.zeros(2)
+    with compat.preserved_versions((kept,)):
+        kept.add_(1.0)
+        changed.add_(1.0)
+    assert kept.tolist() == [1.0, 1.0]
+    assert (kept._version, changed._version) == (0, 1)

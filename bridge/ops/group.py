@@ -1,0 +1,149 @@
+"""Groups: consecutive modules that run as one chain, with the parameters and quantizer state of their ops."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bridge.autograd import run
+from bridge.compat import in_backward
+from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph
+from bridge.state import fold_amaxes_
+from functional_te._value import Table, value_of
+from functional_te.chain import Chain
+from functional_te.fuser.plan import plan as make_plan
+from functional_te.quantization.quantizer import Quantizer
+from functional_te.quantization.state import DelayedScalingState
+from functional_te.recipes import Recipe
+
+if TYPE_CHECKING:
+    from bridge.ops.operation import BasicOperation
+
+__all__ = ["Group", "StateRoles", "modules_by_serial", "state_roles"]
+
+StateRoles = tuple[tuple[str, Quantizer], ...]
+
+modules_by_serial: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
+# states made while a graph was traced
+_made = Table()
+
+
+def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
+    """For every op of a chain, the (role, quantizer) pairs that have state under ``recipe``."""
+    return make_plan(block, recipe=recipe).state_roles
+
+
+@torch.compiler.assume_constant_result
+def _make_state(names: str) -> str:
+    """Make a module's state, for real, while a caller is traced: a graph must not create what outlives it.
+
+    Args:
+        names: ``module/chain/recipe/index``: the module's serial, two uids, and the op's index in the chain.
+
+    Returns:
+        The name of the state in the table.
+    """
+    serial, block, recipe, index = names.split("/")
+    roles = make_plan(value_of(block), recipe=value_of(recipe)).state_roles[int(index)]
+    module = modules_by_serial[serial]
+    module.ensure_state(roles)
+    key = f"state_{serial}"
+    setattr(_made, key, module.states(roles))
+    return key
+
+
+class Group:
+    """Consecutive ops of a container, run as one chain.
+
+    Attributes:
+        modules: the basic ops.
+        block: their chain.
+        ran: whether it was called in eager mode, which fixes the channels of its ops. (A compiled call is compiled
+            again when a channel changes.)
+    """
+
+    def __init__(self, modules: list[BasicOperation]) -> None:
+        self.modules = modules
+        self.ran = False
+        self.block = Chain(tuple(module.op for module in modules))
+        self.num_extra_inputs = self.block.num_extra_inputs
+        self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
+
+    def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.ran = True
+        params = tuple([_params(module) for module in self.modules])
+        recipe = self._recipe()
+        if recipe is None:
+            return run(self.block, params, x, extra_inputs, None, None, kwargs)[0]
+        state = self._state(recipe)
+        reads = state
+        if not compiling and self.quantized:
+            reads = self._recomputed(state) if in_backward() else self._started(state)
+        outputs, amaxes = run(self.block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph())
+        if amaxes and torch.is_grad_enabled() and reads is state:
+            fold_amaxes_(state, amaxes)
+            if not compiling and not in_backward():
+                for module in self.quantized:
+                    module.observed = True
+        return outputs
+
+    def _recipe(self) -> Recipe | None:
+        """The active recipe. A forward recomputed by a backward outside of any context runs the recipe it ran first."""
+        recipe = active_recipe()
+        if not self.quantized or torch.compiler.is_compiling():
+            return recipe  # a compiled forward is recomputed inside its graph, where no attribute may be set
+        if recipe is None and in_backward():
+            return self.quantized[0]._last_recipe
+        if self.quantized[0]._last_recipe is not recipe:
+            for module in self.quantized:
+                module._last_recipe = recipe
+        return recipe
+
+    def _state(self, recipe: Recipe) -> Any:
+        state: list[dict[str, DelayedScalingState]] = []
+        for index, (module, roles) in enumerate(zip(self.modules, state_roles(self.block, recipe), strict=True)):
+            if not roles:
+                state.append({})
+                continue
+            if torch.compiler.is_compiling() and not module.has_state(roles):
+                own = getattr(_made, _make_state(f"{module._serial}/{self.block.uid}/{recipe.uid}/{index}"))
+            else:
+                module.ensure_state(roles)
+                own = module.states(roles)
+            close_in_graph(module, roles, own)
+            state.append(own)
+        return tuple(state)
+
+    def _started(self, state: Any) -> Any:
+        """A forward that is no recomputation: what was closed before it no longer matters."""
+        for module in self.quantized:
+            module.scales_before_close.clear()
+        return state
+
+    def _recomputed(self, state: Any) -> Any:
+        """The state with the scales that the recomputed forward read, if a step has been closed since then.
+
+        Its observations were closed with that step and are not folded in a second time.
+        """
+        if not any(module.scales_before_close for module in self.quantized):
+            return state
+        return tuple(
+            {
+                role: DelayedScalingState(
+                    scale=module.scales_before_close.get(role, entry.scale), amax_history=entry.amax_history
+                )
+                for role, entry in own.items()
+            }
+            for module, own in zip(self.modules, state, strict=True)
+        )
+
+
+def _params(module: BasicOperation) -> Any:
+    """The op's parameters by name; attributes for those that a parametrization has replaced."""
+    own = module._parameters
+    names = module.op.param_names
+    return own if len(own) == len(names) else {name: getattr(module, name) for name in names}
