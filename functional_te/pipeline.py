@@ -13,7 +13,6 @@ import torch
 
 from functional_te.fuser.plan import BackwardStep, ForwardStep, Plan
 from functional_te.ops import BackwardContext, BwdResult, FwdResult
-from functional_te.ops.op import NO_AMAXES
 from functional_te.quantization.state import update_amax
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
@@ -141,7 +140,7 @@ def forward_pass(
             for index, extras in zip(step.indices, groups, strict=True):
                 for slot, extra in enumerate(extras):
                     produced[index, slot] = extra
-        if result.amaxes is not NO_AMAXES:
+        if result.amaxes is not None:
             for role, amax in result.amaxes.items():
                 amaxes[(step.indices[-1] + 1, "input") if role == "output" else (first, role)] = amax
         if step.saves_any:
@@ -215,7 +214,7 @@ def backward_pass(
             groups = result.grad_extra_inputs if step.fused else (result.grad_extra_inputs,)
             for index, grads in zip(step.indices, groups, strict=True):
                 _route(block.extra_sources[index], grads, grad_public, grad_extras)
-        if result.amaxes is not NO_AMAXES:
+        if result.amaxes is not None:
             for role, amax in result.amaxes.items():
                 place = (step.indices[0] - 1, "grad_output") if role == "grad_input" else (step.indices[-1], role)
                 amaxes[place] = amax

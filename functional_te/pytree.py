@@ -118,9 +118,9 @@ def _traced_unflatten(spec: Any, flat: Any) -> Any:
         return kind(**dict(zip(names, values, strict=True)), **dict(zip(kind._tree_static, static_values, strict=True)))
     if kind is dict:
         return dict(zip(static_values, values, strict=True))
-    if hasattr(kind, "_fields"):
-        return kind(*values)
-    return kind(values)
+    if kind is list:
+        return values
+    return tuple(values) if kind is tuple else kind(*values)  # else a named tuple
 
 
 def leaves(tree: Any) -> list[Any]:

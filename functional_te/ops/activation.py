@@ -64,7 +64,7 @@ class ActivationForwardArgs:
     output_quantizer: BoundQuantizer | None = None
     kind: str = pytree.static(default="relu")
     gated: bool = pytree.static(default=False)
-    config: Constants = pytree.static()
+    config: Constants = pytree.static(default=NO_CONSTANTS)
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     cache_quantized_input: bool = pytree.static(default=False)
@@ -99,7 +99,7 @@ class ActivationBackwardArgs:
     input_: TensorOrQuantized
     grad_input_quantizer: BoundQuantizer | None = None
     kind: str = pytree.static(default="relu")
-    config: Constants = pytree.static()
+    config: Constants = pytree.static(default=NO_CONSTANTS)
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     backend: str = pytree.static(default="reference")

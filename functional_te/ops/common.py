@@ -9,7 +9,7 @@ import torch
 
 from functional_te._errors import type_error, value_error
 from functional_te.kernels import Backend
-from functional_te.ops.op import FLOAT_DTYPES, NO_AMAXES, Amaxes
+from functional_te.ops.op import FLOAT_DTYPES, Amaxes
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
@@ -77,14 +77,16 @@ def quantized_spec(spec: TensorSpec, bound: BoundQuantizer) -> tuple[QuantizedTe
     return quantized, (scale if quantizer.stateful else None)
 
 
-def amaxes(known: Amaxes = NO_AMAXES, **observed: Any) -> Amaxes:
-    """``known`` and the observations that are not None, by role."""
+def amaxes(known: Amaxes | None = None, **observed: Any) -> Amaxes | None:
+    """``known`` and the observations that are not None, by role; None if there are none."""
     for amax in observed.values():
         if amax is not None:
             break
     else:
         return known
     new = {role: amax for role, amax in observed.items() if amax is not None}
+    if known is None:
+        return Amaxes(roles=tuple(new), values=tuple(new.values()))
     return Amaxes(roles=(*known.roles, *new), values=(*known.values, *new.values()))
 
 

@@ -22,7 +22,6 @@ from functional_te.ops.common import (
 )
 from functional_te.ops.op import (
     FLOAT_DTYPES,
-    NO_AMAXES,
     Amaxes,
     BackwardContext,
     BwdResult,
@@ -98,7 +97,7 @@ class LinearBackwardArgs:
 _NOTHING_FRESH = {dtype: LinearSaved(input_=None, weight=None, dtype=dtype) for dtype in FLOAT_DTYPES}
 
 
-def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSaved, Amaxes]:
+def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSaved, Amaxes | None]:
     """Cast input and weight of a forward bundle.
 
     Returns:
@@ -106,7 +105,7 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
     """
     x, w = args.input_, args.weight
     if args.input_quantizer is None and args.weight_quantizer is None:
-        return x, w, _NOTHING_FRESH[args.dtype], NO_AMAXES
+        return x, w, _NOTHING_FRESH[args.dtype], None
     k = kernels(args.backend)
     amax_x = amax_w = fresh_x = fresh_w = None
     if args.input_quantizer is not None and not isinstance(x, QuantizedTensor):
@@ -123,7 +122,7 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
     return x, w, aux, amaxes(input=amax_x, weight=amax_w)
 
 
-def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes]:
+def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes | None]:
     """The twin of :func:`operands` over :class:`TensorSpec`: what is saved and observed."""
     saved: dict[str, Any] = {"input_": None, "weight": None}
     observed: dict[str, Any] = {}
@@ -172,7 +171,8 @@ def linear_output_spec(args: Any) -> TensorSpec:
 def grads(args: Any, add: torch.Tensor | None = None) -> BwdResult:
     """Both gradients of a backward bundle; ``add`` is summed into the input gradient before any cast of it."""
     k = kernels(args.backend)
-    dy, observed = args.grad_output, NO_AMAXES
+    dy: Any = args.grad_output
+    observed: Amaxes | None = None
     if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
         dy, amax = k.quantize(dy, args.grad_output_quantizer, args.dtype)
         observed = amaxes(observed, grad_output=amax)
@@ -189,7 +189,10 @@ def grads(args: Any, add: torch.Tensor | None = None) -> BwdResult:
 
 def grad_specs(args: Any) -> BwdResult:
     """The twin of :func:`grads` over :class:`TensorSpec`."""
-    dy, dx, dw, observed = args.grad_output, None, None, NO_AMAXES
+    dy: Any = args.grad_output
+    dx: Any = None
+    dw: Any = None
+    observed: Amaxes | None = None
     device = dy.data.device if isinstance(dy, QuantizedTensor) else dy.device
     if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
         _, amax = quantized_spec(dy, args.grad_output_quantizer)

@@ -60,9 +60,6 @@ class Amaxes:
         return zip(self.roles, self.values, strict=True)
 
 
-NO_AMAXES = Amaxes()
-
-
 class FwdResult(NamedTuple):
     """What a forward returns. A plain ``(output, aux)`` means the same with the other fields empty.
 
@@ -76,7 +73,7 @@ class FwdResult(NamedTuple):
     output: Any
     aux: Any = ()
     extra_outputs: tuple[Any, ...] = ()
-    amaxes: Amaxes = NO_AMAXES
+    amaxes: Amaxes | None = None
 
 
 class BwdResult(NamedTuple):
@@ -92,7 +89,7 @@ class BwdResult(NamedTuple):
     grad_input: Any
     grad_params: tuple[Any, ...] = ()
     grad_extra_inputs: tuple[Any, ...] = ()
-    amaxes: Amaxes = NO_AMAXES
+    amaxes: Amaxes | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

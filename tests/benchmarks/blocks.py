@@ -1,4 +1,4 @@
-"""The block that the benchmarks measure, in plain torch.nn and as a chain: RMSNorm, Linear, SwiGLU, Linear, residual."""
+"""The block that the benchmarks measure, in torch.nn and as a chain: RMSNorm, Linear, SwiGLU, Linear, residual."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class LinearBiasActivationArgs:
     output_quantizer: BoundQuantizer | None = None
     activation: str = pytree.static(default="")
     gated: bool = pytree.static(default=False)
-    config: Constants = pytree.static()
+    config: Constants = pytree.static(default=NO_CONSTANTS)
     interleave: int = pytree.static(default=0)
     dtype: torch.dtype = pytree.static(default=torch.float32)
     cache_quantized_input: bool = pytree.static(default=False)
@@ -66,7 +66,7 @@ def _forward(args: LinearBiasActivationArgs) -> FwdResult:
             kept = k.quantize(y, INPUT_CACHE, args.dtype)[0] if args.cache_quantized_input else y
         y = k.activation_forward(y, args.activation, args.config.values, args.interleave)
     output, amax = store(k, y, args.dtype, args.output_quantizer)
-    return FwdResult(output, (aux, kept), (), observed if amax is None else amaxes(observed, output=amax))
+    return FwdResult(output, (aux, kept), (), amaxes(observed, output=amax))
 
 
 def _forward_fake(args: LinearBiasActivationArgs) -> FwdResult:
