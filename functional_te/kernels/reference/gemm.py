@@ -53,6 +53,8 @@ def gemm_nt(
         ``[..., N]``.
     """
     left, right, factor = _operands(a, b, dtype)
+    if factor is None and bias is None and add is not None and left.dim() == 2 and add.dtype is dtype:
+        return torch.addmm(add, left, right.t())
     if factor is None:
         same = bias is not None and bias.dtype is dtype
         y = linear(left, right, bias if same else None)
@@ -68,6 +70,8 @@ def gemm_nt(
 def gemm_nn(a: Operand, b: Operand, *, dtype: torch.dtype, add: torch.Tensor | None = None) -> torch.Tensor:
     """``a @ b (+ add)``: ``[..., N] @ [N, K]`` gives ``[..., K]`` in ``dtype``."""
     left, right, factor = _operands(a, b, dtype)
+    if factor is None and add is not None and left.dim() == 2 and add.dtype is dtype:
+        return torch.addmm(add, left, right)
     y = torch.matmul(left, right)
     if factor is not None:
         y = (y * factor).to(dtype)
