@@ -15,6 +15,7 @@ import torch
 
 from bridge.schema import Schema
 from functional_te import pytree
+from functional_te._value import Table
 from functional_te.ops import BwdResult, FwdResult
 from functional_te.tensor_spec import TensorSpec, spec_of
 
@@ -52,15 +53,16 @@ class RegisteredOp:
         if opaque:
             torch.library.register_fake(self.name, self._run_fake, lib=_library)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        _by_name[self.name] = self
 
     def __call__(self, args: Any) -> Any:
-        flat = self.op(*self.schema.encode(args))
-        return pytree.tree_unflatten(self.structure(args), flat)
+        flat = self.schema.encode(args)
+        structure = getattr(_structures, _structure_of(self.name, self.schema.summary(flat)))
+        return pytree.rebuild(structure, self.op(*flat))
 
-    def structure(self, args: Any) -> Any:
-        """Tree definition of the result, from the fake."""
-        expected = self._normal(self.fake(pytree.tree_map(spec_of, args)))
-        return pytree.tree_flatten(expected)[1]
+    def structure(self, summary: tuple[Any, ...]) -> Any:
+        """Structure of the result, from the fake. It depends on what :meth:`Schema.summary` keeps, not on numbers."""
+        return pytree.structure(self._normal(self.fake(self.schema.placeholder(summary))))
 
     def _normal(self, result: Any) -> Any:
         if isinstance(result, self.result):
@@ -75,6 +77,26 @@ class RegisteredOp:
     def _run_fake(self, *flat: Any) -> list[torch.Tensor]:
         specs = pytree.leaves(self._normal(self.fake(pytree.tree_map(spec_of, self.schema.decode(flat)))))
         return [_empty(spec) for spec in specs]
+
+
+_by_name: dict[str, RegisteredOp] = {}
+_structures = Table()
+_structure_names: dict[tuple[str, tuple[Any, ...]], str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _structure_of(name: str, summary: tuple[Any, ...]) -> str:
+    """Evaluate the structure of an op's result, for real while a caller is traced.
+
+    Returns:
+        The name of the structure in the table.
+    """
+    key = _structure_names.get((name, summary))
+    if key is None:
+        key = f"structure_{len(_structure_names)}"
+        setattr(_structures, key, _by_name[name].structure(summary))
+        _structure_names[name, summary] = key
+    return key
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from functional_te._value import Value, value_of
+from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["Schema"]
 
@@ -124,14 +125,25 @@ class Schema:
     def __init__(self, bundle: type[Any]) -> None:
         self.bundle = bundle
         self.fields = _parse(bundle)
-        self.arguments = ", ".join([*_signature(self.fields, "", False), "str constants"])
+        slots = _signature(self.fields, "", False)
+        self.arguments = ", ".join([*slots, "str constants"])
+        self._encode, self._summary = _generate(bundle, self.fields, [slot.split()[0].rstrip("?") for slot in slots])
 
     def encode(self, args: Any) -> tuple[Any, ...]:
         """The flat arguments of a bundle."""
-        flat: list[Any] = []
-        constants: list[Any] = []
-        _encode(self.fields, args, flat, constants)
-        return (*flat, _constants_text(tuple(constants)))
+        flat, constants = self._encode(args)
+        return (*flat, _constants_text(constants))
+
+    def summary(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the structure of a result may depend on: for every slot (dimensions, dtype) of a tensor, a bool, a
+        string, a dtype; None where there is none; numbers are left out. Traceable, and constant to a tracer.
+        """
+        return (*self._summary(flat), flat[-1])
+
+    def placeholder(self, summary: tuple[Any, ...]) -> Any:
+        """A bundle of :class:`TensorSpec` that has this summary, for evaluating a result's structure."""
+        flat = [TensorSpec((2,) * slot[0], slot[1]) if isinstance(slot, tuple) else slot for slot in summary]
+        return self.decode(tuple(flat))
 
     def decode(self, flat: tuple[Any, ...]) -> Any:
         """The bundle of flat arguments."""
@@ -139,29 +151,88 @@ class Schema:
         return _decode(self.bundle, self.fields, iter(flat), constants)
 
 
-def _encode(fields: tuple[_Field, ...], args: Any, flat: list[Any], constants: list[Any]) -> None:
-    """Append the slots of ``args``; a node that is absent gives empty slots."""
+class _Source:
+    """Lines of the functions that :func:`_generate` makes, and the classes that they name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.flat: list[str] = []
+        self.constants: list[str] = []
+        self.classes: dict[str, Any] = {"Tensor": torch.Tensor, "uid": _uid_or_self, "refuse": _refuse}
+
+    def name(self) -> str:
+        return f"v{len(self.lines)}"
+
+
+def _uid_or_self(value: Any) -> Any:
+    """How a constant is passed on: a value by its uid, anything else as it is."""
+    return f"uid:{value.uid}" if isinstance(value, Value) else value
+
+
+def _refuse(bundle: str, field: str, value: Any) -> Any:
+    raise TypeError(f"{bundle}.{field}: no slot for a {type(value).__name__}.")
+
+
+def _generate(bundle: type[Any], fields: tuple[_Field, ...], kinds: list[str]) -> tuple[Any, Any]:
+    """Straight-line functions that encode a bundle and summarize its slots.
+
+    Generated, because a tracer would otherwise walk the records of the fields for every call: that took most of the
+    time that Dynamo needs for a chain.
+    """
+    source = _Source()
+    _generate_fields(source, bundle.__name__, fields, "args")
+    slots = "".join(f"{slot}, " for slot in source.flat)
+    constants = "".join(f"{constant}, " for constant in source.constants)
+    summaries = {
+        "Tensor": "None if flat[{i}] is None else (flat[{i}].dim(), flat[{i}].dtype)",
+        "SymInt": "1",
+        "Scalar": "1.0",
+    }
+    summary = "".join(summaries.get(kind, "flat[{i}]").format(i=i) + ", " for i, kind in enumerate(kinds))
+    code = "\n".join(
+        [
+            "def encode(args):",
+            *(f"    {line}" for line in source.lines),
+            f"    return ({slots}), ({constants})",
+            "def summary(flat):",
+            f"    return ({summary})",
+        ]
+    )
+    namespace = source.classes
+    exec(compile(code, f"<schema of {bundle.__name__}>", "exec"), namespace)
+    return namespace["encode"], namespace["summary"]
+
+
+def _generate_fields(source: _Source, bundle: str, fields: tuple[_Field, ...], holder: str) -> None:
+    """Append the lines that read the fields of ``holder``, a variable that may be None inside of nested nodes."""
     for field in fields:
-        value = None if args is None else getattr(args, field.name)
+        value = source.name()
+        maybe = "" if holder == "args" else f" if {holder} is not None else None"
+        source.lines.append(f"{value} = {holder}.{field.name}{maybe}")
         if field.constant:
-            constants.append(f"uid:{value.uid}" if isinstance(value, Value) else value)
+            source.constants.append(f"uid({value})")
             continue
         if field.plain:
-            flat.append(value)
+            source.flat.append(value)
             continue
-        chosen = 0 if value is None else -1
+        choice = ["0 if {v} is None else "]
         if field.tensor:
-            is_tensor = isinstance(value, torch.Tensor)
-            chosen = 1 if is_tensor else chosen
-            flat.append(value if is_tensor else None)
+            tensor = source.name()
+            source.lines.append(f"{tensor} = {value} if isinstance({value}, Tensor) else None")
+            source.flat.append(tensor)
+            choice.append(f"1 if {tensor} is not None else ")
         for position, (kind, inner) in enumerate(field.nodes):
-            here = isinstance(value, kind)
-            chosen = position + 2 if here else chosen
-            _encode(inner, value if here else None, flat, constants)
-        if chosen < 0:
-            raise TypeError(f"{type(args).__name__}.{field.name}: no slot for a {type(value).__name__}.")
+            node = source.name()
+            label = f"{kind.__name__}_{len(source.classes)}"
+            source.classes[label] = kind
+            source.lines.append(f"{node} = {value} if isinstance({value}, {label}) else None")
+            choice.append(f"{position + 2} if {node} is not None else ")
+            _generate_fields(source, kind.__name__, inner, node)
+        chosen = source.name()
+        rest = f"refuse({bundle!r}, {field.name!r}, {value})"
+        source.lines.append(f"{chosen} = {''.join(choice).format(v=value)}{rest}")
         if field.nodes:
-            constants.append(chosen)
+            source.constants.append(chosen)
 
 
 def _decode(bundle: Any, fields: tuple[_Field, ...], flat: Any, constants: Any) -> Any:

@@ -19,8 +19,10 @@ __all__ = [
     "bundle",
     "leaves",
     "node",
+    "rebuild",
     "replace",
     "static",
+    "structure",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -86,6 +88,16 @@ def tree_unflatten(spec: Any, flat: Any) -> Any:
 
 # Dynamo traces optree through Python stand-ins that cost a second of compile time for every few ops. The trees of this
 # library are made of nodes, tuples, lists, dicts and None, so a traced region walks them with the few lines below.
+
+
+def structure(tree: Any) -> Any:
+    """The structure of ``tree`` in the form that :func:`rebuild` takes, in traced and in ordinary code."""
+    return _traced_flatten(tree, [])
+
+
+def rebuild(spec: Any, flat: Any) -> Any:
+    """The tree of a :func:`structure` with the leaves ``flat``."""
+    return _traced_unflatten(spec, iter(flat))
 
 
 def _traced_flatten(tree: Any, flat: list[Any]) -> Any:
