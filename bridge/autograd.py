@@ -83,7 +83,10 @@ class ChainFunction(torch.autograd.Function):
         """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
         outputs, saved, state = _forward(call, unique)
         leaves, ctx.saved_spec = pytree.tree_flatten(saved)
-        ctx.save_for_backward(*leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        ctx.save_for_backward(*tensors)
+        # plain values that an op saved wait beside the tensors
+        ctx.values = None if len(tensors) == len(leaves) else [None if _is_tensor(leaf) else leaf for leaf in leaves]
         ctx.call, ctx.state, ctx.count = call, state, len(unique)
         ctx.set_materialize_grads(False)
         observed = len(call.plan.observes)
@@ -104,7 +107,7 @@ class ChainFunction(torch.autograd.Function):
                 )
             grads = _zeros_if_absent(grads, ctx.like)
         device = grads[0].device.type
-        saved = pytree.tree_unflatten(ctx.saved_spec, ctx.saved_tensors)
+        saved = pytree.tree_unflatten(ctx.saved_spec, _merge(ctx.values, ctx.saved_tensors))
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 result = _backward(ctx.call, saved, ctx.state, grads, ctx.count)
@@ -123,8 +126,9 @@ class TransformableChainFunction(torch.autograd.Function):
         """Run the forward; fresh saved tensors follow the outputs and amaxes."""
         outputs, saved, _ = _forward(call, unique)
         leaves, call.saved_spec = pytree.tree_flatten(saved)
+        call.saved_values = [None if _is_tensor(leaf) else leaf for leaf in leaves]
         places = []
-        for leaf in leaves:
+        for leaf in [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]:
             known = next((i for i, argument in enumerate(unique) if argument is leaf), -1)
             if known < 0:
                 outputs.append(leaf)
@@ -145,8 +149,20 @@ class TransformableChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward."""
-        saved = pytree.tree_unflatten(ctx.call.saved_spec, ctx.saved_tensors)
+        saved = pytree.tree_unflatten(ctx.call.saved_spec, _merge(ctx.call.saved_values, ctx.saved_tensors))
         return (None, *_backward(ctx.call, saved, ctx.state, grads, ctx.count))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _merge(values: Any, tensors: Any) -> Any:
+    """The saved leaves in order: plain values where they were, tensors in the other places."""
+    if values is None:
+        return tensors
+    rest = iter(tensors)
+    return [next(rest) if value is None else value for value in values]
 
 
 def _requires(value: Any) -> bool:

@@ -30,7 +30,8 @@ class Call:
         slots: for every leaf of that tree, which argument it is.
         kwarg_names: for every op with forward kwargs, its index and their names.
         saved_spec: tree definition of what the forward saved (set by the forward under ``torch.func``).
-        saved_places: for every saved leaf, ``(True, argument)`` or ``(False, output)`` (likewise).
+        saved_values: for every saved leaf, the plain value it is, or None for a tensor (likewise).
+        saved_places: for every saved tensor, ``(True, argument)`` or ``(False, output)`` (likewise).
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Call:
         "plan",
         "saved_places",
         "saved_spec",
+        "saved_values",
         "slots",
         "spec",
     )
@@ -54,6 +56,7 @@ class Call:
         self.slots: tuple[int, ...] = ()
         self.kwarg_names: tuple[tuple[int, tuple[str, ...]], ...] = ()
         self.saved_spec: Any = None
+        self.saved_values: list[Any] = []
         self.saved_places: tuple[tuple[bool, int], ...] = ()
 
     def arguments(self, unique: Any) -> Any:
