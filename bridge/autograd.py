@@ -108,7 +108,8 @@ class ChainFunction(torch.autograd.Function):
             grads = _zeros_if_absent(grads, ctx.like)
         device = grads[0].device.type
         saved = pytree.tree_unflatten(ctx.saved_spec, _merge(ctx.values, ctx.saved_tensors))
-        if torch.is_autocast_enabled(device):
+        # a traced backward always leaves autocast: the state that matters is the one around the compiled call
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 result = _backward(ctx.call, saved, ctx.state, grads, ctx.count)
         else:
@@ -150,7 +151,8 @@ class TransformableChainFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward."""
         saved = pytree.tree_unflatten(ctx.call.saved_spec, _merge(ctx.call.saved_values, ctx.saved_tensors))
-        return (None, *_backward(ctx.call, saved, ctx.state, grads, ctx.count))
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return (None, *_backward(ctx.call, saved, ctx.state, grads, ctx.count))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -206,7 +208,7 @@ def run(
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).
     """
     device = x.device.type if isinstance(x, (torch.Tensor, QuantizedTensor)) else "cpu"
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         compute_dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, compute_dtype, closes)
@@ -240,7 +242,7 @@ def _run(
         fusions=fusions,
     )
     check_call(plan, params, x, extra_inputs)
-    check_state(plan, state)
+    check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs) if kwargs else {}
     if not plan.output_requires_grad:
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else None)
@@ -250,6 +252,11 @@ def _run(
         call, unique = flat_call(plan, bundle, closes)
         results = ChainFunction.apply(call, *unique)
     elif compat.functorch_active():
+        if any(plan.state_roles):
+            raise RuntimeError(
+                "functional_te: a chain whose recipe has state cannot run under torch.func transforms, because its "
+                "backward writes observations into the state. Use functional_te.vjp, which returns them as values."
+            )
         call, unique = flat_call(plan, bundle, closes)
         results = TransformableChainFunction.apply(call, *unique)
     else:

@@ -65,6 +65,9 @@ def active_recipe() -> Recipe | None:
 class autocast:
     """Run the modules of :mod:`bridge.ops` with a recipe. Reusable, not reentrant; contexts may nest.
 
+    The setting belongs to the process, as in Transformer Engine, not to a thread: modules of one process that run in
+    several threads share it.
+
     Args:
         enabled: False runs high precision inside.
         calibrating: accepted for compatibility; no op uses it.

@@ -13,6 +13,7 @@ from functional_te.check import ShapeResult, check_call, check_state, infer
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.fuser.rule import Fusions
 from functional_te.ops import Op
+from functional_te.ops.op import FLOAT_DTYPES
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
 from functional_te.quantization.recipes import Recipe
 from functional_te.quantization.state import init_quantizer_state, update_scale
@@ -71,9 +72,11 @@ def init(
         device: where the parameters live; ``"meta"`` gives parameters without storage.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype, or a negative seed.
     """
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise value_error("init", "seed", "a non-negative int", repr(seed))
+    if dtype not in FLOAT_DTYPES:
         raise value_error("init", "dtype", "float32, float16 or bfloat16", dtype)
     params = []
     for index, op in enumerate(as_chain(block).ops):
@@ -141,8 +144,10 @@ def bind_kwargs(block: Chain, kwargs: Any) -> dict[int, dict[str, Any]]:
         raise type_error("chain", "kwargs", "a mapping from op index to kwargs", type(kwargs).__name__)
     bound = {}
     for index, own in kwargs.items():
-        if not isinstance(index, int) or not 0 <= index < len(block):
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(block):
             raise value_error("chain", "kwargs", f"op indices in [0, {len(block)})", repr(index))
+        if not isinstance(own, Mapping):
+            raise type_error(where(block.ops, index), "kwargs", "a mapping from names to values", type(own).__name__)
         names = block.ops[index].fwd_kwarg_names
         for name in own:
             if name not in names:
@@ -186,7 +191,7 @@ def apply(
         block, recipe=recipe, requires_grad=False, backend=backend, compute_dtype=compute_dtype, fusions=fusions
     )
     check_call(plan, params, x, extra_inputs)
-    check_state(plan, state)
+    check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs) if kwargs else None
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -223,7 +228,7 @@ def vjp(
         block, recipe=recipe, requires_grad=requires_grad, backend=backend, compute_dtype=compute_dtype, fusions=fusions
     )
     check_call(plan, params, x, extra_inputs)
-    check_state(plan, state)
+    check_state(plan, state, x.device)
     with torch.no_grad():
         outcome = forward_pass(plan, x, params, state, extra_inputs, bind_kwargs(block, kwargs))
     after_forward = fold_amaxes(state, outcome.amaxes)
@@ -252,8 +257,8 @@ def _check_grads(block: Chain, outcome: Any, grad_output: Any, grad_extra_output
             continue
         if not isinstance(grad, torch.Tensor):
             raise type_error("pullback", argument, "a tensor", type(grad).__name__)
-        if not grad.is_floating_point():
-            raise type_error("pullback", argument, "a floating dtype", grad.dtype)
+        if grad.dtype not in FLOAT_DTYPES:
+            raise type_error("pullback", argument, "float32, float16 or bfloat16", grad.dtype)
         if grad.shape != output.shape or grad.device != output.device:
             raise value_error(
                 "pullback",

@@ -96,6 +96,8 @@ def _device(x: Any) -> Any:
 def _spec(value: Any, argument: str, here: str, device: Any = None) -> Any:
     if not isinstance(value, (torch.Tensor, TensorSpec, QuantizedTensor)):
         raise type_error(here, argument, "a tensor", type(value).__name__)
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        raise type_error(here, argument, "a strided tensor", value.layout)
     if device is not None and torch.device(value.device) != torch.device(device):
         raise value_error(here, argument, f"device {device}, where the input is", f"device {value.device}")
     return spec_of(value)
@@ -126,7 +128,15 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
         return
     checked: dict[Any, None] = block.checked  # type: ignore[attr-defined]
     try:
-        key: list[Any] = [x.shape, x.dtype, x.device, plan.compute_dtype, len(params), type(x)]
+        key: list[Any] = [
+            x.shape,
+            x.dtype,
+            x.device,
+            plan.compute_dtype,
+            len(params),
+            type(x),
+            getattr(x, "layout", None),
+        ]
         for own in params:
             key.append(len(own))
         for index, name in plan.param_slots:
@@ -157,8 +167,8 @@ def _refuse_specs(block: Chain, params: Any, x: Any, extra_inputs: tuple[Any, ..
             raise type_error(where(block.ops, index), name, "a tensor", "a TensorSpec", "See fte.eval_shape().")
 
 
-def check_state(plan: Plan, state: Any) -> None:
-    """Raise unless ``state`` has the structure that the plan's recipe needs."""
+def check_state(plan: Plan, state: Any, device: Any = None) -> None:
+    """Raise unless ``state`` has the structure that the plan's recipe needs, on ``device`` if one is given."""
     block = plan.chain
     recipe = "no recipe" if plan.recipe is None else type(plan.recipe).__name__
     if state is None:
@@ -184,14 +194,23 @@ def check_state(plan: Plan, state: Any) -> None:
             if role not in own:
                 raise value_error(where(block.ops, index), "state", f"an entry {role!r} for {recipe}", list(own))
             if isinstance(quantizer, Float8DelayedScalingQuantizer):
-                _check_delayed(own[role], quantizer, where(block.ops, index), role)
+                _check_delayed(own[role], quantizer, where(block.ops, index), f"state[{role!r}]", device)
 
 
-def _check_delayed(state: Any, quantizer: Float8DelayedScalingQuantizer, here: str, role: str) -> None:
+def _check_delayed(state: Any, quantizer: Float8DelayedScalingQuantizer, here: str, argument: str, device: Any) -> None:
     if not isinstance(state, DelayedScalingState):
-        raise type_error(here, f"state[{role!r}]", "a DelayedScalingState", type(state).__name__)
-    length = state.amax_history.shape[0]
-    if length != quantizer.amax_history_len:
-        raise value_error(here, f"state[{role!r}].amax_history", f"length {quantizer.amax_history_len}", length)
-    if state.scale._base is not None or state.amax_history._base is not None:
-        raise value_error(here, f"state[{role!r}]", "tensors of their own", "a view of another tensor")
+        raise type_error(here, argument, "a DelayedScalingState", type(state).__name__)
+    length = quantizer.amax_history_len
+    for name, tensor, size in (("scale", state.scale, 1), ("amax_history", state.amax_history, length)):
+        if not isinstance(tensor, torch.Tensor):
+            raise type_error(here, f"{argument}.{name}", "a tensor", type(tensor).__name__)
+        if tensor.dtype is not torch.float32:
+            raise type_error(here, f"{argument}.{name}", "float32", tensor.dtype)
+        if tensor.dim() != 1 or tensor.shape[0] != size:
+            got = tensor.shape[0] if tensor.dim() == 1 else f"shape {tuple(tensor.shape)}"
+            raise value_error(here, f"{argument}.{name}", f"length {size}", got)
+        if device is not None and tensor.device != device:
+            wanted = f"device {device}, where the input is"
+            raise value_error(here, f"{argument}.{name}", wanted, f"device {tensor.device}")
+        if tensor._base is not None:
+            raise value_error(here, f"{argument}.{name}", "a tensor of its own", "a view of another tensor")

@@ -156,6 +156,8 @@ def plan(
         ValueError: an unknown backend, or a pattern that does not fit the chain.
     """
     block = as_chain(block)
+    if fusions is not None and not isinstance(fusions, Fusions):
+        raise type_error("plan", "fusions", "None or a Fusions", type(fusions).__name__)
     if torch.compiler.is_compiling():
         return traced_plan(block, recipe, requires_grad, backend, compute_dtype, fusions)
     return _find(block, recipe, requires_grad, backend, compute_dtype, fusions)
