@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.call import Call, eager_call, flat_call
+from bridge.call import Call, eager_call, flat_call, merge_saved, split_saved
 from bridge.gate import launch_traced
 from bridge.state import close_, fold_amaxes_, keep_scales
 from functional_te import pytree
@@ -83,10 +83,8 @@ class ChainFunction(torch.autograd.Function):
         """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
         outputs, saved, state = _forward(call, unique)
         leaves, ctx.saved_spec = pytree.tree_flatten(saved)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors, ctx.values = split_saved(leaves)
         ctx.save_for_backward(*tensors)
-        # plain values that an op saved wait beside the tensors
-        ctx.values = None if len(tensors) == len(leaves) else [None if _is_tensor(leaf) else leaf for leaf in leaves]
         ctx.call, ctx.state, ctx.count = call, state, len(unique)
         ctx.set_materialize_grads(False)
         observed = len(call.plan.observes)
@@ -107,7 +105,7 @@ class ChainFunction(torch.autograd.Function):
                 )
             grads = _zeros_if_absent(grads, ctx.like)
         device = grads[0].device.type
-        saved = pytree.tree_unflatten(ctx.saved_spec, _merge(ctx.values, ctx.saved_tensors))
+        saved = pytree.tree_unflatten(ctx.saved_spec, merge_saved(ctx.values, ctx.saved_tensors))
         # a traced backward always leaves autocast: the state that matters is the one around the compiled call
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
@@ -127,9 +125,9 @@ class TransformableChainFunction(torch.autograd.Function):
         """Run the forward; fresh saved tensors follow the outputs and amaxes."""
         outputs, saved, _ = _forward(call, unique)
         leaves, call.saved_spec = pytree.tree_flatten(saved)
-        call.saved_values = [None if _is_tensor(leaf) else leaf for leaf in leaves]
+        tensors, call.saved_values = split_saved(leaves)
         places = []
-        for leaf in [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+        for leaf in tensors:
             known = next((i for i, argument in enumerate(unique) if argument is leaf), -1)
             if known < 0:
                 outputs.append(leaf)
@@ -150,21 +148,9 @@ class TransformableChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward."""
-        saved = pytree.tree_unflatten(ctx.call.saved_spec, _merge(ctx.call.saved_values, ctx.saved_tensors))
+        saved = pytree.tree_unflatten(ctx.call.saved_spec, merge_saved(ctx.call.saved_values, ctx.saved_tensors))
         with torch.autocast(grads[0].device.type, enabled=False):
             return (None, *_backward(ctx.call, saved, ctx.state, grads, ctx.count))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _merge(values: Any, tensors: Any) -> Any:
-    """The saved leaves in order: plain values where they were, tensors in the other places."""
-    if values is None:
-        return tensors
-    rest = iter(tensors)
-    return [next(rest) if value is None else value for value in values]
 
 
 def _requires(value: Any) -> bool:

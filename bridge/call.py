@@ -15,7 +15,23 @@ from functional_te import pytree
 from functional_te.fuser.plan import Plan
 from functional_te.quantization.tensor import QuantizedTensor
 
-__all__ = ["Call", "eager_call", "flat_call"]
+__all__ = ["Call", "eager_call", "flat_call", "merge_saved", "split_saved"]
+
+
+def split_saved(leaves: list[Any]) -> tuple[list[torch.Tensor], list[Any] | None]:
+    """The tensors among saved leaves, and the plain values with None in the place of tensors (None: no values)."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) == len(leaves):
+        return tensors, None
+    return tensors, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def merge_saved(values: list[Any] | None, tensors: Any) -> Any:
+    """The saved leaves again."""
+    if values is None:
+        return tensors
+    rest = iter(tensors)
+    return [next(rest) if value is None else value for value in values]
 
 
 class Call:
@@ -30,7 +46,7 @@ class Call:
         slots: for every leaf of that tree, which argument it is.
         kwarg_names: for every op with forward kwargs, its index and their names.
         saved_spec: tree definition of what the forward saved (set by the forward under ``torch.func``).
-        saved_values: for every saved leaf, the plain value it is, or None for a tensor (likewise).
+        saved_values: the plain values that were saved; see :func:`split_saved` (likewise).
         saved_places: for every saved tensor, ``(True, argument)`` or ``(False, output)`` (likewise).
     """
 
@@ -56,7 +72,7 @@ class Call:
         self.slots: tuple[int, ...] = ()
         self.kwarg_names: tuple[tuple[int, tuple[str, ...]], ...] = ()
         self.saved_spec: Any = None
-        self.saved_values: list[Any] = []
+        self.saved_values: list[Any] | None = None
         self.saved_places: tuple[tuple[bool, int], ...] = ()
 
     def arguments(self, unique: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bridge.call import merge_saved, split_saved
 from bridge.schema import Schema
 from functional_te import pytree
 from functional_te._value import Table
@@ -184,13 +185,14 @@ class _StandAlone(torch.autograd.Function):
         args = pytree.replace(call.args, **dict(zip(call.inputs, tensors, strict=True)))
         result = call.forward(args)
         saved, ctx.spec = pytree.tree_flatten(call.setup_context(args, result.aux))
-        ctx.save_for_backward(*saved)
+        kept, ctx.values = split_saved(saved)
+        ctx.save_for_backward(*kept)
         ctx.call = call
         return result.output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved = pytree.tree_unflatten(ctx.spec, ctx.saved_tensors)
+        saved = pytree.tree_unflatten(ctx.spec, merge_saved(ctx.values, ctx.saved_tensors))
         result = ctx.call.backward(ctx.call.resolve_bwd_args(saved, grads[0]))
         grad_input = grads[0] if result.grad_input is None else result.grad_input
         return (None, grad_input, *result.grad_params)

@@ -146,6 +146,8 @@ def as_chain(block: Any) -> Chain:
     Raises:
         TypeError: anything else.
     """
+    if isinstance(block, (Chain, Op)) and not hasattr(block, "uid"):
+        raise value_error("chain", "block", "an op or chain made outside of the compiled function", "one made inside")
     if isinstance(block, Chain):
         return block
     if isinstance(block, Op):
