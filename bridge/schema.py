@@ -19,6 +19,7 @@ recompile for every new value. Which alternative of a union a call uses is part 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 import typing
 from typing import Any
@@ -97,11 +98,18 @@ def _signature(fields: tuple[_Field, ...], prefix: str, inside: bool) -> list[st
 @torch.compiler.assume_constant_result
 def _constants_text(items: tuple[Any, ...]) -> str:
     """Intern constants and return their text. Runs for real even while a caller is traced."""
-    values = tuple(value_of(item[4:]) if isinstance(item, str) and item.startswith("uid:") else item for item in items)
+    values = _resolved(items)
     text = ", ".join(_describe(value) for value in values)
     while _constants.setdefault(text, values) != values:
         text += "'"
     return text
+
+
+def _resolved(item: Any) -> Any:
+    """Constants with the values that uids name in their place."""
+    if isinstance(item, tuple):
+        return tuple(_resolved(inner) for inner in item)
+    return value_of(item[4:]) if isinstance(item, str) and item.startswith("uid:") else item
 
 
 def _describe(value: Any) -> str:
@@ -165,8 +173,15 @@ class _Source:
 
 
 def _uid_or_self(value: Any) -> Any:
-    """How a constant is passed on: a value by its uid, anything else as it is."""
-    return f"uid:{value.uid}" if isinstance(value, Value) else value
+    """How a constant is passed on: a value by its uid, a tuple with its integers made definite, else as it is.
+
+    A tracer may have made an integer symbolic that changed since the last call; ``operator.index`` asks for its value.
+    """
+    if isinstance(value, Value):
+        return f"uid:{value.uid}"
+    if isinstance(value, tuple):
+        return tuple([_uid_or_self(item) for item in value])
+    return operator.index(value) if type(value) is int else value
 
 
 def _refuse(bundle: str, field: str, value: Any) -> Any:
