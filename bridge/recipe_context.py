@@ -19,7 +19,7 @@ import torch
 
 from bridge import compat
 from bridge.state import write_state_
-from functional_te._errors import type_error
+from functional_te._errors import kind_of, type_error
 from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.state import DelayedScalingState, update_scale
 from functional_te.recipes import DelayedScaling, Recipe
@@ -75,7 +75,7 @@ class autocast:
         amax_reduction_group: must be None; amaxes are not yet agreed between ranks.
 
     Raises:
-        TypeError: ``recipe`` is no recipe.
+        TypeError: ``recipe`` is no recipe, or ``enabled`` no bool.
         NotImplementedError: an ``amax_reduction_group`` is given.
         RuntimeError: the object is entered while it is open.
     """
@@ -89,8 +89,10 @@ class autocast:
         _graph: bool = False,
     ) -> None:
         del calibrating, _graph
+        if not isinstance(enabled, bool):
+            raise type_error("autocast", "enabled", "a bool", repr(enabled), "Pass a recipe as recipe=.")
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise type_error("autocast", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
+            raise type_error("autocast", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe))
         if amax_reduction_group is not None:
             raise NotImplementedError("autocast: amax_reduction_group: amaxes are not yet agreed between ranks.")
         self.recipe = (default_recipe() if recipe is None else recipe) if enabled else None

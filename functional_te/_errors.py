@@ -15,5 +15,10 @@ def type_error(where: str, argument: str, wanted: str, got: Any, fix: str = "") 
     return TypeError(_message(where, argument, wanted, got, fix))
 
 
+def kind_of(value: Any) -> str:
+    """What a value of the wrong kind is, for a message."""
+    return f"the class {value.__name__}; call it" if isinstance(value, type) else type(value).__name__
+
+
 def _message(where: str, argument: str, wanted: str, got: Any, fix: str) -> str:
     return f"{where}: {argument}: expected {wanted}, got {got}." + (f" {fix}" if fix else "")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from functional_te._errors import type_error, value_error
+from functional_te._errors import kind_of, type_error, value_error
 from functional_te._value import Table, Value, value_of
 from functional_te.ops import BasicLinear, Bias, Op
 
@@ -154,8 +154,7 @@ def as_chain(block: Any) -> Chain:
         if torch.compiler.is_compiling():
             return getattr(_traced, _chain_of(block.uid))
         return Chain((block,))
-    got = f"the class {block.__name__}; call it" if isinstance(block, type) else type(block).__name__
-    raise type_error("chain", "block", "a chain or an op", got)
+    raise type_error("chain", "block", "a chain or an op", kind_of(block))
 
 
 _traced = Table()

@@ -16,4 +16,5 @@ def test_code_of_the_readme(dynamo, capsys) -> None:
     exec(compile(code, str(README), "exec"), namespace)
     assert dynamo["graph_break"] == {}
     assert namespace["y"].shape == (8, 256)
+    assert namespace["state"][2]["input"].scale.item() != 1.0
     assert "forward:" in capsys.readouterr().out

@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, names, corpus = _prepare(arguments)
         runs = _train(arguments, settings, names, corpus)
         if len(runs) < len(names) or not all(run.finished for run in runs):
-            print(f"\ninterrupted; continue with: python -m bridge.demo --resume --out {arguments.out}")
+            print(f'\ninterrupted; continue with: make demo ARGS="--resume --out {arguments.out}"')
             return _INTERRUPTED
         status = _report(arguments, runs)
     except DemoError as error:

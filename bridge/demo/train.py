@@ -240,7 +240,8 @@ def _loop(trainer: Trainer, path: Path, interrupts: Interrupts) -> None:
             if done % every == 0 or done == settings.steps:
                 held_out = trainer.evaluate()
             progress.finished = done == settings.steps
-            bar.set_postfix_str(f"loss {loss:.3f}, held-out {held_out:.3f}", refresh=False)
+            measured = "" if math.isnan(held_out) else f", held-out {held_out:.3f}"
+            bar.set_postfix_str(f"loss {loss:.3f}{measured}", refresh=False)
             bar.update()
             if progress.finished or interrupts.requested or done % _STEPS_PER_CHECKPOINT == 0:
                 trainer.save(path)

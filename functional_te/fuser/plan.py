@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from functional_te._errors import type_error, value_error
+from functional_te._errors import kind_of, type_error, value_error
 from functional_te._value import Table, uid_of, value_of
 from functional_te.chain import Chain, ExtraSource, as_chain, where
 from functional_te.fuser.match import Refusal, fuse
@@ -219,7 +219,7 @@ def traced_plan(
 ) -> Plan:
     """The plan of a call that Dynamo is tracing. The graph is guarded by the uids of the values."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
+        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe))
     uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend}"
     return getattr(_traced, _find_while_traced(uids, requires_grad, compute_dtype))
 
@@ -277,7 +277,7 @@ def _make(
     rules: Fusions,
 ) -> Plan:
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", type(recipe).__name__)
+        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe))
     _check_pattern(block, pattern)
     backend = resolve_backend(backend)
     flow = _grad_flow(block, pattern)
