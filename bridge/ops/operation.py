@@ -15,6 +15,7 @@ from bridge.recipe_context import register_holder
 from functional_te._errors import type_error, value_error
 from functional_te.chain import Chain
 from functional_te.ops import Op
+from functional_te.ops.op import FLOAT_DTYPES
 from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.state import DelayedScalingState, init_quantizer_state
 from functional_te.recipes import Recipe
@@ -104,7 +105,7 @@ class BasicOperation(FusibleOperation):
 
     def _init_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype not in FLOAT_DTYPES:
             raise value_error(type(self).__name__, "dtype", "float32, float16 or bfloat16", dtype)
         generator = torch.Generator().manual_seed(int(torch.randint(2**31, ()).item()))
         for name, value in self.op.init_params(generator, dtype, device).items():

@@ -244,14 +244,13 @@ def _grad_flow(block: Chain, pattern: GradPattern) -> tuple[OpRequiresGrad, ...]
     """What each op has to produce: an input gradient only if something before it needs one."""
     flowing = pattern[0]
     flow: list[OpRequiresGrad] = []
-    for index, op in enumerate(block.ops):
+    for index in range(len(block.ops)):
         extras = tuple(
             pattern[2][source.public] if source.public >= 0 else flow[source.op].any
             for source in block.extra_sources[index]
         )
         reaches = flowing or any(pattern[1][index]) or any(extras)
         flow.append(OpRequiresGrad(any=reaches, input=flowing, params=tuple(pattern[1][index]), extra_inputs=extras))
-        del op
         flowing = reaches
     return tuple(flow)
 
