@@ -4,13 +4,17 @@ from bridge import ops
 from bridge.autograd import apply
 from bridge.gate import CompileEagerFallbackWarning, warn_compile_eager_fallback
 from bridge.library import register_custom_op, register_custom_op_with_autograd
+from bridge.model_init import quantized_model_init
+from bridge.quantized_weight import QuantizedWeight
 from bridge.recipe_context import autocast
 
 __all__ = [
     "CompileEagerFallbackWarning",
+    "QuantizedWeight",
     "apply",
     "autocast",
     "ops",
+    "quantized_model_init",
     "register_custom_op",
     "register_custom_op_with_autograd",
     "warn_compile_eager_fallback",

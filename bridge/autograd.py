@@ -22,7 +22,7 @@ from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import full_pattern
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
-from functional_te.quantization.tensor import QuantizedTensor
+from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
 
 __all__ = ["apply", "run"]
 
@@ -154,6 +154,8 @@ class TransformableChainFunction(torch.autograd.Function):
 
 
 def _requires(value: Any) -> bool:
+    if isinstance(value, CachedWeight):
+        value = value.value
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
@@ -276,7 +278,9 @@ def apply(
 
     Args:
         block: a chain or an op.
-        params: a tuple with one dict of parameters per basic op; see :func:`functional_te.init`.
+        params: a tuple with one dict of parameters per basic op; see :func:`functional_te.init`, and
+            :func:`functional_te.quantize_params` for weights that are cast already. A :class:`CachedWeight` passes the
+            gradient to its value; a :class:`QuantizedTensor` gets none.
         x: main input: a tensor of any stride, or a quantized tensor.
         extra_inputs: the extra inputs that come from no channel, in (op, slot) order.
         state: quantizer state; may be None for recipes without state.

@@ -13,7 +13,7 @@ import torch
 
 from functional_te import pytree
 from functional_te.fuser.plan import Plan
-from functional_te.quantization.tensor import QuantizedTensor
+from functional_te.quantization.tensor import CachedWeight
 
 __all__ = ["Call", "eager_call", "flat_call", "merge_saved", "split_saved"]
 
@@ -109,6 +109,7 @@ def eager_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[torch.
         if not needed:
             slots.append(-1)
             return
+        value = value.value if isinstance(value, CachedWeight) else value
         slot = places.setdefault(id(value), len(unique))
         if slot == len(unique):
             unique.append(value)
@@ -137,9 +138,13 @@ def flat_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[Any]]:
     unique, slots = _distinct(leaves)
     grad_slots, position = [], 0
     for value in (x, *[param for given in own for param in given], *extra_inputs):
-        quantized = isinstance(value, QuantizedTensor)
-        grad_slots.append(-1 if quantized else slots[position])
-        position += len(pytree.leaves(value)) if quantized else 1
+        if isinstance(value, torch.Tensor):
+            grad_slots.append(slots[position])
+            position += 1
+            continue
+        # the first leaf of a cached weight is the parameter
+        grad_slots.append(slots[position] if isinstance(value, CachedWeight) else -1)
+        position += len(pytree.leaves(value))
     call = Call(plan, closes, tuple(grad_slots), None)
     call.spec, call.slots = spec, slots
     call.kwarg_names = tuple([(index, tuple(given)) for index, given in kwargs.items()])

@@ -19,12 +19,21 @@ import torch
 
 from bridge import compat
 from bridge.state import write_state_
-from functional_te._errors import kind_of, type_error
-from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
+from bridge.weight_cache import refresh_weights
+from functional_te._errors import type_error
+from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.state import DelayedScalingState, update_scale
-from functional_te.recipes import DelayedScaling, Recipe
+from functional_te.recipes import DelayedScaling, Recipe, as_recipe
 
-__all__ = ["active_recipe", "autocast", "close_in_graph", "closes_in_graph", "default_recipe", "register_holder"]
+__all__ = [
+    "active_recipe",
+    "autocast",
+    "close_in_graph",
+    "closes_in_graph",
+    "default_recipe",
+    "reads_weight_casts",
+    "register_holder",
+]
 
 
 class _Active:
@@ -33,6 +42,7 @@ class _Active:
     Attributes:
         depth: how many contexts are open.
         recipe: the recipe of the innermost enabled one, or None.
+        cache_weights: whether the outermost context keeps casts of weights.
         closed: modules whose step was closed inside the graph being traced; None if the outermost context was not
             entered inside a graph.
     """
@@ -41,6 +51,7 @@ class _Active:
         self.depth = 0
         self.recipe: Recipe | None = None
         self.closed: list[Any] | None = None
+        self.cache_weights = False
 
 
 _active = _Active()
@@ -62,6 +73,11 @@ def active_recipe() -> Recipe | None:
     return _active.recipe
 
 
+def reads_weight_casts() -> bool:
+    """Whether modules may read the casts of weights that were made on entry of the outermost context."""
+    return _active.cache_weights
+
+
 class autocast:
     """Run the modules of :mod:`bridge.ops` with a recipe. Reusable, not reentrant; contexts may nest.
 
@@ -71,8 +87,12 @@ class autocast:
     Args:
         enabled: False runs high precision inside.
         calibrating: accepted for compatibility; no op uses it.
-        recipe: a recipe; None means :func:`default_recipe`.
+        recipe: a recipe, also one of Transformer Engine; None means :func:`default_recipe`.
         amax_reduction_group: must be None; amaxes are not yet agreed between ranks.
+        cache_weights: keep a cast of every weight, made on entry of the outermost context if the weight has changed
+            since it was cast last: with gradient accumulation each weight is cast once per optimizer step. Costs the
+            memory of the casts. Weights may not be written to inside the context by compiled code. Without
+            effect if the outermost context is entered inside a compiled function.
 
     Raises:
         TypeError: ``recipe`` is no recipe, or ``enabled`` no bool.
@@ -87,12 +107,17 @@ class autocast:
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
         _graph: bool = False,
+        *,
+        cache_weights: bool = False,
     ) -> None:
         del calibrating, _graph
+        if not isinstance(cache_weights, bool):
+            raise type_error("autocast", "cache_weights", "a bool", repr(cache_weights))
+        self.cache_weights = cache_weights
         if not isinstance(enabled, bool):
             raise type_error("autocast", "enabled", "a bool", repr(enabled), "Pass a recipe as recipe=.")
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise type_error("autocast", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe))
+            recipe = as_recipe(recipe)
         if amax_reduction_group is not None:
             raise NotImplementedError("autocast: amax_reduction_group: amaxes are not yet agreed between ranks.")
         self.recipe = (default_recipe() if recipe is None else recipe) if enabled else None
@@ -107,6 +132,10 @@ class autocast:
                 _active.closed = []
             elif not compat.in_backward():
                 _close_step(self.recipe)
+                _active.cache_weights = self.cache_weights and self.recipe is not None
+                for module in _holders:
+                    if module.weight_casts or _active.cache_weights:
+                        refresh_weights(module, self.recipe if self.cache_weights else None)
         _active.depth += 1
         _active.recipe = self.recipe
         return self
@@ -115,19 +144,19 @@ class autocast:
         assert self._outer is not None
         _active.recipe, _active.closed = self._outer
         _active.depth -= 1
+        if _active.depth == 0:
+            _active.cache_weights = False
         self._outer = None
 
 
 def _close_step(recipe: Recipe | None) -> None:
     """Close the step of every module that observed something, and give modules without state fresh state."""
-    pending: dict[tuple[Quantizer, torch.device], list[tuple[Any, str, DelayedScalingState]]] = {}
+    pending: dict[tuple[Quantizer, torch.device], list[tuple[Any, str, Any]]] = {}
     for module in _holders:
         module.prepare_state(recipe)
         for role, quantizer, state in module.named_states():
-            pending.setdefault((quantizer, state.scale.device), []).append((module, role, state))
-    written = [
-        tensor for own in pending.values() for _, _, state in own for tensor in (state.scale, state.amax_history)
-    ]
+            pending.setdefault((quantizer, state.read.device), []).append((module, role, state))
+    written = [tensor for own in pending.values() for _, _, state in own for tensor in (state.read, state.amax_history)]
     # the backward of a compiled forward reads the gradient's scale as it is then
     with torch.no_grad(), compat.preserved_versions(tuple(written)):
         for (quantizer, _), own in pending.items():
@@ -139,34 +168,37 @@ def _close_step(recipe: Recipe | None) -> None:
         module.observed = False
 
 
-def _update_together(quantizer: Quantizer, states: list[DelayedScalingState]) -> list[torch.Tensor]:
+def _update_together(quantizer: Quantizer, states: list[Any]) -> list[torch.Tensor]:
     """``update_scale`` for many states of one quantizer at once, written back in place.
 
     Returns:
-        The scales as they were before.
+        The scales (or keys) as they were before.
     """
-    custom = isinstance(quantizer, Float8DelayedScalingQuantizer) and not (
+    before = [state.read.clone() for state in states]
+    for state, update in zip(states, _updates(quantizer, states), strict=True):
+        state.read.copy_(update.read)
+        state.amax_history.copy_(update.amax_history)
+    return before
+
+
+def _updates(quantizer: Quantizer, states: list[Any]) -> list[Any]:
+    builtin = isinstance(quantizer, Float8DelayedScalingQuantizer) and (
         isinstance(quantizer.amax_compute_algo, str) and quantizer.scaling_factor_compute_algo is None
     )
+    if not builtin:
+        return [update_scale(quantizer, state) for state in states]
     stacked = DelayedScalingState(
         scale=torch.stack([state.scale for state in states]),
         amax_history=torch.stack([state.amax_history for state in states]),
     )
-    if custom:
-        updates = [update_scale(quantizer, state) for state in states]
-    else:
-        updated = update_scale(quantizer, stacked)
-        updates = [
-            DelayedScalingState(scale=scale, amax_history=history)
-            for scale, history in zip(updated.scale, updated.amax_history, strict=True)
-        ]
-    for state, update in zip(states, updates, strict=True):
-        state.scale.copy_(update.scale)
-        state.amax_history.copy_(update.amax_history)
-    return list(stacked.scale)
+    updated = update_scale(quantizer, stacked)
+    return [
+        DelayedScalingState(scale=scale, amax_history=history)
+        for scale, history in zip(updated.scale, updated.amax_history, strict=True)
+    ]
 
 
-def close_in_graph(module: Any, roles: Any, states: dict[str, DelayedScalingState]) -> None:
+def close_in_graph(module: Any, roles: Any, states: dict[str, Any]) -> None:
     """Close the step of a module's forward quantizers inside a graph whose outermost context was entered inside it.
 
     Once per context. The gradient quantizers are closed by the backward, because a compiled graph may not write to

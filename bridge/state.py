@@ -9,7 +9,7 @@ import torch
 from bridge.library import NAMESPACE
 from functional_te.fuser.plan import Plan
 from functional_te.quantization.scaling import fold_amax
-from functional_te.quantization.state import DelayedScalingState, update_amax, update_scale
+from functional_te.quantization.state import update_amax, update_scale
 
 __all__ = ["close_", "fold_amaxes_", "keep_scales", "write_", "write_state_"]
 
@@ -40,7 +40,7 @@ torch.library.register_fake(f"{NAMESPACE}::write_", lambda target, value: None, 
 
 
 def keep_scales(plan: Plan, state: Any) -> Any:
-    """``state`` with copies of the forward scales, for use inside a compiled graph.
+    """``state`` with copies of the forward scales and keys, for use inside a compiled graph.
 
     Which intermediate a compiler saves for the backward is its choice, and ``scale`` may stand for ``1 / scale``. A
     copy made by an op it cannot look into is what it has to save, so that the live scale may change before the
@@ -48,10 +48,10 @@ def keep_scales(plan: Plan, state: Any) -> Any:
     """
     if not plan.observes:
         return state
-    kept = torch.ops.functional_te.keep([state[index][role].scale for index, role in plan.observes])
+    kept = torch.ops.functional_te.keep([state[index][role].read for index, role in plan.observes])
     copies = [dict(own) for own in state]
-    for (index, role), scale in zip(plan.observes, kept, strict=True):
-        copies[index][role] = DelayedScalingState(scale=scale, amax_history=copies[index][role].amax_history)
+    for (index, role), own in zip(plan.observes, kept, strict=True):
+        copies[index][role] = copies[index][role].reading(own)
     return tuple(copies)
 
 
@@ -73,9 +73,9 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
             _fold_amax(state[index][role].amax_history, amax)
 
 
-def write_state_(state: DelayedScalingState, new: DelayedScalingState) -> None:
+def write_state_(state: Any, new: Any) -> None:
     """Write the tensors of ``new`` into those of ``state``."""
-    write_(state.scale, new.scale)
+    write_(state.read, new.read)
     write_(state.amax_history, new.amax_history)
 
 

@@ -1,7 +1,17 @@
 """functional_te: Transformer Engine's fusible operations as pure functions over pytrees."""
 
 from functional_te import functional, recipes
-from functional_te.api import ApplyResult, Grads, apply, eval_shape, init, init_state, update_state, vjp
+from functional_te.api import (
+    ApplyResult,
+    Grads,
+    apply,
+    eval_shape,
+    init,
+    init_state,
+    quantize_params,
+    update_state,
+    vjp,
+)
 from functional_te.chain import Chain, Linear, chain
 from functional_te.fuser import (
     FusionRule,
@@ -14,6 +24,7 @@ from functional_te.fuser import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from functional_te.numerics import numerics
 from functional_te.ops import (
     GEGLU,
     GELU,
@@ -47,11 +58,18 @@ from functional_te.ops import (
 from functional_te.pytree import NAMESPACE, node, static, tree_map
 from functional_te.quantization import (
     BoundQuantizer,
+    CachedWeight,
     DelayedScalingState,
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8DelayedScalingQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
+    StochasticRoundingState,
     dequantize,
     init_quantizer_state,
     quantize,
@@ -76,10 +94,12 @@ __all__ = [
     "Bias",
     "BoundQuantizer",
     "BwdResult",
+    "CachedWeight",
     "Chain",
     "ClampedSwiGLU",
     "ConstantScale",
     "DelayedScalingState",
+    "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8DelayedScalingQuantizer",
     "FusedOp",
@@ -87,10 +107,14 @@ __all__ = [
     "Fusions",
     "FwdResult",
     "Grads",
+    "HybridQuantizer",
     "Identity",
+    "IdentityQuantizer",
     "LayerNorm",
     "Linear",
+    "MXFP8Quantizer",
     "MakeExtraOutput",
+    "NVFP4Quantizer",
     "Op",
     "OpRequiresGrad",
     "Plan",
@@ -105,6 +129,7 @@ __all__ = [
     "SiLU",
     "SiTUGLU",
     "Slot",
+    "StochasticRoundingState",
     "SwiGLU",
     "TensorSpec",
     "apply",
@@ -117,8 +142,10 @@ __all__ = [
     "init_quantizer_state",
     "init_state",
     "node",
+    "numerics",
     "plan",
     "quantize",
+    "quantize_params",
     "recipes",
     "register_backward_fusion",
     "register_forward_backward_fusion",

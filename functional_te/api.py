@@ -12,14 +12,17 @@ from functional_te.chain import Chain, as_chain, where
 from functional_te.check import ShapeResult, check_call, check_state, infer
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.fuser.rule import Fusions
+from functional_te.kernels import kernels
 from functional_te.ops import Op
 from functional_te.ops.op import FLOAT_DTYPES
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
 from functional_te.quantization.recipes import Recipe
 from functional_te.quantization.state import init_quantizer_state, update_scale
+from functional_te.quantization.tensor import CachedWeight, bind
 
 __all__ = [
-    "ApplyResult", "Grads", "apply", "bind_kwargs", "eval_shape", "init", "init_state", "update_state", "vjp",
+    "ApplyResult", "Grads", "QuantizedParams", "apply", "bind_kwargs", "eval_shape", "init", "init_state",
+    "quantize_params", "update_state", "vjp",
 ]  # fmt: skip
 
 Block = Chain | Op
@@ -85,13 +88,80 @@ def init(
     return tuple(params)
 
 
-def init_state(block: Block, recipe: Recipe | None, *, device: torch.device | str = "cpu") -> State:
+def init_state(block: Block, recipe: Recipe | None, *, device: torch.device | str = "cpu", seed: int = 0) -> State:
     """Fresh quantizer state of a chain: a tuple with one dict per basic op, from role to state.
 
     The dicts are empty for high precision and for recipes without state.
+
+    Args:
+        block: a chain or an op.
+        recipe: a recipe, or None for high precision.
+        device: where the state lives.
+        seed: seed of the random bits of stochastic rounding; every quantizer gets a key of its own.
     """
     roles = make_plan(as_chain(block), recipe=recipe).state_roles
-    return tuple({role: init_quantizer_state(quantizer, device) for role, quantizer in own} for own in roles)
+    return tuple(
+        {
+            role: init_quantizer_state(quantizer, device, seed=seed, path=(index, place))
+            for place, (role, quantizer) in enumerate(own)
+        }
+        for index, own in enumerate(roles)
+    )
+
+
+class QuantizedParams(NamedTuple):
+    """What :func:`quantize_params` gives.
+
+    Attributes:
+        params: the parameters with cast weights in the place of weights.
+        state: the quantizer state with what the casts observed.
+    """
+
+    params: Params
+    state: Any
+
+
+def quantize_params(
+    block: Block,
+    params: Any,
+    recipe: Recipe | None,
+    *,
+    state: State | None = None,
+    keep_values: bool = True,
+    requires_grad: Any = True,
+    backend: str = "auto",
+) -> QuantizedParams:
+    """Cast the weights of a chain once, for all microbatches of an optimizer step.
+
+    The result goes in the place of the parameters, with the same results as casting in every call.
+
+    Args:
+        block: a chain or an op.
+        params: parameters, see :func:`init`.
+        recipe: a recipe; None gives the parameters back.
+        state: quantizer state; may be None for recipes without state.
+        keep_values: True gives :class:`CachedWeight` (the parameter and its cast: what :func:`bridge.apply`
+            differentiates); False gives the :class:`QuantizedTensor` alone, for weights that are kept in low precision.
+        requires_grad: which copies the backward will need; see :func:`functional_te.plan`.
+        backend: ``"auto"`` or the name of a kernel backend.
+    """
+    block = as_chain(block)
+    plan = make_plan(block, recipe=recipe, requires_grad=requires_grad, backend=backend)
+    check_state(plan, state)
+    amaxes, cast = {}, [dict(own) for own in params]
+    for step in plan.forward:
+        for index, pairs in zip(step.indices, step.quantizers, strict=True):
+            for role, quantizer in pairs:
+                value = cast[index].get(role)
+                if not isinstance(value, torch.Tensor):
+                    continue  # no parameter, or one that is quantized already
+                bound = bind(quantizer, state[index][role] if state is not None and quantizer.stateful else None)
+                with torch.no_grad():
+                    quantized, amax = kernels(plan.backend).quantize(value.detach(), bound, value.dtype)
+                if amax is not None:
+                    amaxes[index, role] = amax
+                cast[index][role] = CachedWeight(value=value, quantized=quantized) if keep_values else quantized
+    return QuantizedParams(tuple(cast), fold_amaxes(state, amaxes))
 
 
 def update_state(block: Block, recipe: Recipe | None, state: State) -> State:

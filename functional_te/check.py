@@ -11,9 +11,9 @@ from functional_te._errors import type_error, value_error
 from functional_te.chain import Chain, where
 from functional_te.fuser.plan import Plan
 from functional_te.ops import FwdResult, OpRequiresGrad
-from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer
-from functional_te.quantization.state import DelayedScalingState
-from functional_te.quantization.tensor import QuantizedTensor
+from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
+from functional_te.quantization.state import StochasticRoundingState, state_type
+from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec, spec_of
 
 __all__ = ["ShapeResult", "check_call", "check_state", "infer"]
@@ -47,8 +47,8 @@ def infer(
         here = where(block.ops, index)
         own = {name: _spec(params[index][name], name, here, device) for name in op.param_names}
         for name in op.param_names:
-            if isinstance(own[name], QuantizedTensor) and name not in op.forward_quantizers:
-                raise type_error(here, name, "a tensor", "QuantizedTensor")
+            if name not in op.forward_quantizers and isinstance(params[index][name], (QuantizedTensor, CachedWeight)):
+                raise type_error(here, name, "a tensor", type(params[index][name]).__name__)
         extras = []
         for slot, source in enumerate(block.extra_sources[index]):
             if source.public >= 0:
@@ -94,6 +94,8 @@ def _device(x: Any) -> Any:
 
 
 def _spec(value: Any, argument: str, here: str, device: Any = None) -> Any:
+    if isinstance(value, CachedWeight):
+        value = value.quantized if value.stored else value.value
     if not isinstance(value, (torch.Tensor, TensorSpec, QuantizedTensor)):
         raise type_error(here, argument, "a tensor", type(value).__name__)
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -125,6 +127,7 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
     block = plan.chain
     if torch.compiler.is_compiling():
         infer(block, params, x, extra_inputs, plan.compute_dtype)
+        _check_copies(plan, params, x)
         return
     checked: dict[Any, None] = block.checked  # type: ignore[attr-defined]
     try:
@@ -142,8 +145,12 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
         for index, name in plan.param_slots:
             param = params[index][name]
             key += (type(param), param.shape, param.dtype, param.device)
+            if isinstance(param, (QuantizedTensor, CachedWeight)):
+                key.append((plan, _copies(param)))
         for extra in extra_inputs:
             key += (type(extra), extra.shape, extra.dtype, extra.device)
+        if isinstance(x, QuantizedTensor):
+            key.append((plan, _copies(x)))
         known = tuple(key)
     except (AttributeError, KeyError, IndexError, TypeError):  # something is amiss: the walk says what
         infer(block, params, x, extra_inputs, plan.compute_dtype)
@@ -152,9 +159,36 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
         return
     _refuse_specs(block, params, x, extra_inputs)
     infer(block, params, x, extra_inputs, plan.compute_dtype)
+    _check_copies(plan, params, x)
     if len(checked) >= 1024:
         checked.clear()
     checked[known] = None
+
+
+def _copies(value: Any) -> Any:
+    """What tells quantized operands apart: how they were made, and which copies they have."""
+    quantized = value.quantized if isinstance(value, CachedWeight) else value
+    rowwise, columnwise = quantized.rowwise_data is not None, quantized.columnwise_data is not None
+    return quantized.quantizer, rowwise, columnwise, getattr(value, "stored", False)
+
+
+def _check_copies(plan: Plan, params: Any, x: Any) -> None:
+    """Raise unless quantized operands that the caller gives have the copies that the plan's products read."""
+    block = plan.chain
+    forward_only = plan.recipe is not None and plan.recipe.override is not None
+    given = [(0, "input", x)]
+    for index, name in plan.param_slots:
+        param = params[index][name]
+        given.append((index, name, param.quantized if isinstance(param, CachedWeight) else param))
+    for index, name, value in given:
+        if not isinstance(value, QuantizedTensor) or name not in block.ops[index].forward_quantizers:
+            continue
+        rowwise, columnwise = block.ops[index].copies(name, plan.op_requires_grad[index])
+        for needed, direction in ((rowwise, False), (columnwise and not forward_only, True)):
+            if needed and plan.recipe is not None and not value.serves(direction):
+                wanted = f"a quantized tensor with a {'columnwise' if direction else 'rowwise'} copy"
+                got = f"one of {type(value.quantizer).__name__} without"
+                raise value_error(where(block.ops, index), name, wanted, got, "See QuantizedTensor.requantize().")
 
 
 def _refuse_specs(block: Chain, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -> None:
@@ -193,19 +227,30 @@ def check_state(plan: Plan, state: Any, device: Any = None) -> None:
         for role, quantizer in roles:
             if role not in own:
                 raise value_error(where(block.ops, index), "state", f"an entry {role!r} for {recipe}", list(own))
-            if isinstance(quantizer, Float8DelayedScalingQuantizer):
-                _check_delayed(own[role], quantizer, where(block.ops, index), f"state[{role!r}]", device)
+            _check_entry(own[role], quantizer, where(block.ops, index), f"state[{role!r}]", device)
 
 
-def _check_delayed(state: Any, quantizer: Float8DelayedScalingQuantizer, here: str, argument: str, device: Any) -> None:
-    if not isinstance(state, DelayedScalingState):
-        raise type_error(here, argument, "a DelayedScalingState", type(state).__name__)
-    length = quantizer.amax_history_len
-    for name, tensor, size in (("scale", state.scale, 1), ("amax_history", state.amax_history, length)):
+def _check_entry(state: Any, quantizer: Quantizer, here: str, argument: str, device: Any) -> None:
+    kind: Any = state_type(quantizer)
+    if not isinstance(state, kind):
+        raise type_error(here, argument, f"a {kind.__name__}", type(state).__name__)
+    if isinstance(state, StochasticRoundingState):
+        tensors: tuple[Any, ...] = (
+            ("key", state.key, 2, torch.int64),
+            ("amax_history", state.amax_history, 1, torch.float32),
+        )
+    else:
+        assert isinstance(quantizer, Float8DelayedScalingQuantizer)
+        length = quantizer.amax_history_len
+        tensors = (
+            ("scale", state.scale, 1, torch.float32),
+            ("amax_history", state.amax_history, length, torch.float32),
+        )
+    for name, tensor, size, dtype in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise type_error(here, f"{argument}.{name}", "a tensor", type(tensor).__name__)
-        if tensor.dtype is not torch.float32:
-            raise type_error(here, f"{argument}.{name}", "float32", tensor.dtype)
+        if tensor.dtype is not dtype:
+            raise type_error(here, f"{argument}.{name}", str(dtype).removeprefix("torch."), tensor.dtype)
         if tensor.dim() != 1 or tensor.shape[0] != size:
             got = tensor.shape[0] if tensor.dim() == 1 else f"shape {tuple(tensor.shape)}"
             raise value_error(here, f"{argument}.{name}", f"length {size}", got)

@@ -14,7 +14,7 @@ import torch
 from functional_te.fuser.plan import BackwardStep, ForwardStep, Plan
 from functional_te.ops import BackwardContext, BwdResult, FwdResult
 from functional_te.quantization.state import update_amax
-from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor, bind
 
 __all__ = ["BackwardOutcome", "ForwardOutcome", "backward_pass", "fold_amaxes", "forward_pass"]
 
@@ -55,7 +55,7 @@ class BackwardOutcome(NamedTuple):
 
 
 def _bind(quantizer: Any, state: Any, index: int, role: str) -> BoundQuantizer:
-    return BoundQuantizer(quantizer=quantizer, scale=state[index][role].scale if quantizer.stateful else None)
+    return bind(quantizer, state[index][role] if quantizer.stateful else None)
 
 
 def _bind_all(pairs: Any, state: Any, index: int) -> dict[str, BoundQuantizer]:

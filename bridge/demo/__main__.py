@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from bridge.demo.checkpoint import Progress, checkpoint_path
 from bridge.demo.data import Corpus, load_corpus
-from bridge.demo.settings import RECIPES, DemoError, Settings
+from bridge.demo.settings import DEFAULT_RECIPES, RECIPES, DemoError, Settings
 
 __all__ = ["main"]
 
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m bridge.demo",
-        description="Train a small language model in high precision and with FP8 recipes, and compare.",
+        description="Train a small language model in high precision and with FP8 and FP4 recipes, and compare.",
         allow_abbrev=False,
     )
     defaults = Settings()
@@ -51,14 +51,15 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe",
         action="append",
         metavar="NAME[,NAME]",
-        help=f"what to run; may be repeated (default: {','.join(RECIPES)})",
+        help=f"what to run: all, or names among {', '.join(RECIPES)}; may be repeated "
+        f"(default: {','.join(DEFAULT_RECIPES)})",
     )
     parser.add_argument(
         "--gap-limit",
         type=float,
         default=2.0,
         metavar="PERCENT",
-        help="largest gap of an FP8 run's held-out loss to high precision's (default: 2)",
+        help="largest gap of a low-precision run's held-out loss to high precision's (default: 2)",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder (default: demo-out)")
     parser.add_argument(
@@ -69,11 +70,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _recipes(given: Sequence[str] | None) -> list[str]:
     if given is None:
-        return list(RECIPES)
+        return list(DEFAULT_RECIPES)
     names = [name.strip() for item in given for name in item.split(",")]
+    if names == ["all"]:
+        return list(RECIPES)
     for name in names:
         if name not in RECIPES:
-            raise DemoError(f"--recipe: expected names among {', '.join(RECIPES)}, got {name!r}")
+            raise DemoError(f"--recipe: expected all, or names among {', '.join(RECIPES)}, got {name!r}")
     return list(dict.fromkeys(names))
 
 
@@ -104,7 +107,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[str], Corpus
     if not math.isfinite(arguments.gap_limit) or arguments.gap_limit < 0:
         raise DemoError(f"--gap-limit: expected a percentage of at least 0, got {arguments.gap_limit}")
     settings, known = _settings(arguments)
-    names = known.get("recipes", list(RECIPES)) if arguments.recipe is None else _recipes(arguments.recipe)
+    names = known.get("recipes", list(DEFAULT_RECIPES)) if arguments.recipe is None else _recipes(arguments.recipe)
     settings.check()
     corpus = load_corpus(settings)
     if known and known.get("digest") != corpus.digest:

@@ -1,4 +1,4 @@
-"""The end of a demo run: the table, the verdict on the FP8 losses, and the plot."""
+"""The end of a demo run: the table, the verdict on the losses, and the plot."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from bridge.demo.files import write_atomically
 
 __all__ = ["final_losses", "gap_percent", "plot", "table", "verdict"]
 
-_LABELS = {"none": "high precision", "current": "FP8 current", "delayed": "FP8 delayed"}
-_COLORS = {"none": "#222222", "current": "#0072b2", "delayed": "#d55e00"}
+_LABELS = {
+    "none": "high precision",
+    "current": "FP8 current",
+    "delayed": "FP8 delayed",
+    "block": "FP8 block",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "custom": "custom mix",
+}
+_COLORS = dict(zip(_LABELS, ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), strict=True))
+_MARKERS = dict(zip(_LABELS, "o^vsDP*", strict=True))
 _AVERAGED_STEPS = 20
 
 _LEGEND = f"""\
@@ -23,8 +32,8 @@ gap             of the held-out loss to high precision's
 graphs          compiled with fullgraph=True: one for training (model and loss), one for the held-out loss
 recompiles      graphs beyond those
 saved           for backward by one training forward, measured once in eager mode: distinct storages, without parameters
-ms/step         median, without the first step, which compiles. FP8 is emulated in plain PyTorch here: its numerics are
-                those of FP8 hardware, its speed is not; expect it to be slower than high precision"""
+ms/step         median, without the first step, which compiles. FP8 and FP4 are emulated in plain PyTorch here: their
+                numerics are those of the hardware, their speed is not; expect it to be slower than high precision"""
 
 
 def final_losses(progress: Progress) -> tuple[float, float]:
@@ -71,18 +80,18 @@ def table(runs: Sequence[Progress]) -> str:
 
 
 def verdict(runs: Sequence[Progress], limit: float) -> tuple[bool, str]:
-    """Whether every FP8 run's held-out loss is within ``limit`` percent of high precision's, and a sentence on it."""
+    """Whether every low-precision run is within ``limit`` percent of high precision's held-out loss, and why."""
     gaps = {run.recipe: gap for run in runs if (gap := gap_percent(run, runs)) is not None}
     if not gaps:
         if any(run.recipe != "none" for run in runs):
             return True, "No high-precision run to compare with: add --recipe none."
-        return True, "No FP8 run to compare."
+        return True, "No low-precision run to compare."
     # a NaN compares false, and so is out
     out = [name for name, gap in gaps.items() if not abs(gap) <= limit]
     if out:
         named = ", ".join(f"{_LABELS[name]} ({gaps[name]:+.2f} %)" for name in out)
         return False, f"NOT within {limit:g} % of high precision's held-out loss: {named}."
-    return True, f"Held-out losses of the FP8 runs are within {limit:g} % of high precision's."
+    return True, f"Held-out losses of the low-precision runs are within {limit:g} % of high precision's."
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -95,7 +104,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def plot(runs: Sequence[Progress], path: Path, limit: float) -> None:
-    """Draw losses, and the FP8 runs' gaps to high precision, into a PNG."""
+    """Draw losses, and the low-precision runs' gaps to high precision, into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -109,7 +118,7 @@ def plot(runs: Sequence[Progress], path: Path, limit: float) -> None:
         dashes = "--" if run.recipe == "delayed" else "-"
         losses.plot(steps, _smooth(run.losses), dashes, color=color, linewidth=1.4, label=f"{label}, training")
         places, values = zip(*run.held_out, strict=True)
-        marker = {"none": "o", "current": "^", "delayed": "v"}[run.recipe]
+        marker = _MARKERS[run.recipe]
         losses.plot(places, values, marker, color=color, fillstyle="none", label=f"{label}, held out")
         if run.recipe != "none" and baseline:
             percent = [(s, 100.0 * (v / baseline[s] - 1.0)) for s, v in run.held_out if s in baseline]

@@ -10,20 +10,36 @@ from typing import Any
 
 import torch
 
+import functional_te as fte
 from bridge.demo.files import write_atomically
 from functional_te import recipes
-from functional_te.recipes import Recipe
+from functional_te.recipes import Recipe, Role
 
-__all__ = ["HEAD_WIDTH", "RECIPES", "DemoError", "Settings"]
+__all__ = ["DEFAULT_RECIPES", "HEAD_WIDTH", "RECIPES", "DemoError", "Settings"]
 
 HEAD_WIDTH = 32
+
+
+def _mixed(role: Role) -> fte.Quantizer:
+    """Weights in MXFP8, inputs in NVFP4, gradients per tensor in E5M2."""
+    if role.tensor == "weight":
+        return fte.MXFP8Quantizer(dtype=torch.float8_e4m3fn)
+    if role.tensor == "input":
+        return fte.NVFP4Quantizer(with_rht=True)
+    return fte.Float8CurrentScalingQuantizer(dtype=torch.float8_e5m2)
+
 
 # name on the command line -> recipe; None is high precision
 RECIPES: dict[str, Recipe | None] = {
     "none": None,
     "current": recipes.Float8CurrentScaling(),
     "delayed": recipes.DelayedScaling(amax_history_len=16),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+    "custom": recipes.CustomRecipe(_mixed),
 }
+DEFAULT_RECIPES = ("none", "current", "delayed")
 
 
 class DemoError(Exception):

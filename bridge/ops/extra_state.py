@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 
 from functional_te._errors import value_error
 from functional_te.ops import Op
-from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
-from functional_te.quantization.state import DelayedScalingState
+from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, NVFP4Quantizer, Quantizer
+from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
 
 __all__ = ["decode", "encode"]
 
-_FP8_DTYPES = {"torch.float8_e4m3fn": torch.float8_e4m3fn, "torch.float8_e5m2": torch.float8_e5m2}
+_DTYPES = {str(dtype): dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)}
 
-NamedState = tuple[str, Quantizer, DelayedScalingState]
+NamedState = tuple[str, Quantizer, Any]
 
 
 def encode(states: list[NamedState]) -> torch.Tensor:
@@ -25,19 +26,21 @@ def encode(states: list[NamedState]) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     content = {}
     for role, quantizer, state in states:
-        assert isinstance(quantizer, Float8DelayedScalingQuantizer)
-        algorithm = quantizer.amax_compute_algo
-        content[role] = {
-            "scale": state.scale.cpu(),
-            "amax_history": state.amax_history.cpu(),
-            "dtype": str(quantizer.dtype),
-            "margin": quantizer.margin,
-            # a function is not saved: the recipe of the next step gives it again
-            "algorithm": algorithm if isinstance(algorithm, str) else "",
-        }
+        content[role] = _entry(quantizer, state)
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).clone()
+
+
+def _entry(quantizer: Quantizer, state: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = {field.name: getattr(state, field.name).cpu() for field in dataclasses.fields(state)}
+    entry["dtype"] = str(quantizer.dtype)
+    if isinstance(quantizer, Float8DelayedScalingQuantizer):
+        algorithm = quantizer.amax_compute_algo
+        entry["margin"] = quantizer.margin
+        # a function is not saved: the recipe of the next step gives it again
+        entry["algorithm"] = algorithm if isinstance(algorithm, str) else ""
+    return entry
 
 
 def decode(op: Op, data: torch.Tensor, device: torch.device) -> list[NamedState]:
@@ -54,31 +57,36 @@ def decode(op: Op, data: torch.Tensor, device: torch.device) -> list[NamedState]
         raise value_error(where, "extra state", f"entries among {list(known)}", got)
     for role, entry in content.items():
         if not _fits(entry):
-            wanted = "a float32 scale [1], a float32 history [L] and an FP8 dtype"
+            wanted = "a float32 scale [1] or an int64 key [2], a float32 history [L] and a dtype"
             raise value_error(where, f"extra state {role!r}", wanted, entry)
     return [(role, _quantizer(entry), _state(entry)) for role, entry in content.items()]
 
 
 def _fits(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.get("dtype") not in _FP8_DTYPES:
+    if not isinstance(entry, dict) or entry.get("dtype") not in _DTYPES:
         return False
-    scale, history = entry.get("scale"), entry.get("amax_history")
-    for tensor in (scale, history):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.float32 or tensor.dim() != 1:
+    read, history = entry.get("key", entry.get("scale")), entry.get("amax_history")
+    for tensor in (read, history):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
             return False
-    assert scale is not None
+    assert read is not None
     assert history is not None
-    return len(scale) == 1 and len(history) >= 1
+    wanted = (2, torch.int64) if "key" in entry else (1, torch.float32)
+    return (len(read), read.dtype) == wanted and len(history) >= 1 and history.dtype is torch.float32
 
 
-def _quantizer(entry: dict[str, Any]) -> Float8DelayedScalingQuantizer:
+def _quantizer(entry: dict[str, Any]) -> Quantizer:
+    if "key" in entry:
+        return NVFP4Quantizer(stochastic_rounding=True)
     return Float8DelayedScalingQuantizer(
-        dtype=_FP8_DTYPES[entry["dtype"]],
+        dtype=_DTYPES[entry["dtype"]],
         margin=int(entry.get("margin", 0)),
         amax_history_len=len(entry["amax_history"]),
         amax_compute_algo=entry.get("algorithm") or "max",
     )
 
 
-def _state(entry: dict[str, Any]) -> DelayedScalingState:
+def _state(entry: dict[str, Any]) -> Any:
+    if "key" in entry:
+        return StochasticRoundingState(key=entry["key"], amax_history=entry["amax_history"])
     return DelayedScalingState(scale=entry["scale"], amax_history=entry["amax_history"])

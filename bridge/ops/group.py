@@ -9,13 +9,13 @@ import torch
 
 from bridge.autograd import run
 from bridge.compat import in_backward
-from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph
+from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, reads_weight_casts
 from bridge.state import fold_amaxes_
+from bridge.weight_cache import cached_params
 from functional_te._value import Table, value_of
 from functional_te.chain import Chain
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.quantization.quantizer import Quantizer
-from functional_te.quantization.state import DelayedScalingState
 from functional_te.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ class Group:
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.ran = True
-        params = tuple([_params(module) for module in self.modules])
         recipe = self._recipe()
+        reads_casts = recipe is not None and reads_weight_casts()
+        params = tuple([_params(module, reads_casts) for module in self.modules])
         if recipe is None:
             return run(self.block, params, x, extra_inputs, None, None, kwargs)[0]
         state = self._state(recipe)
@@ -104,7 +105,7 @@ class Group:
         return recipe
 
     def _state(self, recipe: Recipe) -> Any:
-        state: list[dict[str, DelayedScalingState]] = []
+        state: list[dict[str, Any]] = []
         for index, (module, roles) in enumerate(zip(self.modules, state_roles(self.block, recipe), strict=True)):
             if not roles:
                 state.append({})
@@ -132,18 +133,14 @@ class Group:
         if not any(module.scales_before_close for module in self.quantized):
             return state
         return tuple(
-            {
-                role: DelayedScalingState(
-                    scale=module.scales_before_close.get(role, entry.scale), amax_history=entry.amax_history
-                )
-                for role, entry in own.items()
-            }
+            {role: entry.reading(module.scales_before_close.get(role, entry.read)) for role, entry in own.items()}
             for module, own in zip(self.modules, state, strict=True)
         )
 
 
-def _params(module: BasicOperation) -> Any:
+def _params(module: BasicOperation, reads_casts: bool) -> Any:
     """The op's parameters by name; attributes for those that a parametrization has replaced."""
     own = module._parameters
     names = module.op.param_names
-    return own if len(own) == len(names) else {name: getattr(module, name) for name in names}
+    given = own if len(own) == len(names) else {name: getattr(module, name) for name in names}
+    return cached_params(module, given, reads_casts) if module.op.forward_quantizers else given

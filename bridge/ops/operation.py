@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 
+from bridge.model_init import stored_weight
 from bridge.ops import extra_state
 from bridge.ops.group import Group, StateRoles, modules_by_serial, state_roles
 from bridge.recipe_context import register_holder
+from bridge.weight_cache import WeightCast
 from functional_te._errors import type_error, value_error
 from functional_te.chain import Chain
 from functional_te.ops import Op
 from functional_te.ops.op import FLOAT_DTYPES
-from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer, Quantizer
-from functional_te.quantization.state import DelayedScalingState, init_quantizer_state
+from functional_te.quantization.quantizers import Quantizer
+from functional_te.quantization.state import (
+    DelayedScalingState,
+    StochasticRoundingState,
+    init_quantizer_state,
+    state_type,
+)
 from functional_te.recipes import Recipe
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "resolve_device"]
@@ -73,8 +80,8 @@ class BasicOperation(FusibleOperation):
     Attributes:
         op: the op's value.
 
-    Quantizer state of a recipe that has some is kept in non-persistent buffers ``<role>_scale`` and
-    ``<role>_amax_history`` and travels in ``state_dict`` as extra state.
+    Quantizer state of a recipe that has some is kept in non-persistent buffers ``<role>_scale`` (or ``<role>_key``)
+    and ``<role>_amax_history`` and travels in ``state_dict`` as extra state.
     """
 
     def __init__(self, op: Op, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -89,10 +96,15 @@ class BasicOperation(FusibleOperation):
         self._last_recipe: Recipe | None = None
         self._state_roles: StateRoles = ()
         self._loaded = False
-        # forward scales as they were before a step was closed, until the next forward; a recomputed one reads them
+        # of the keys of stochastic rounding; drawn with the parameters
+        self._seed = 0
+        # forward scales and keys as they were before a step was closed, until the next forward: for a recomputed one
         self.scales_before_close: dict[str, torch.Tensor] = {}
         # whether an eager forward that is no recomputation observed something that is not closed yet
         self.observed = False
+        # casts of weights kept between microbatches, and the quantizers of weights that are stored as casts
+        self.weight_casts: dict[str, WeightCast] = {}
+        self.stored_quantizers: dict[str, Quantizer] = {}
         if op.param_names:
             self._init_parameters(resolve_device(device), dtype)
         self._register()
@@ -107,9 +119,10 @@ class BasicOperation(FusibleOperation):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in FLOAT_DTYPES:
             raise value_error(type(self).__name__, "dtype", "float32, float16 or bfloat16", dtype)
-        generator = torch.Generator().manual_seed(int(torch.randint(2**31, ()).item()))
+        self._seed = int(torch.randint(2**31, ()).item())
+        generator = torch.Generator().manual_seed(self._seed)
         for name, value in self.op.init_params(generator, dtype, device).items():
-            setattr(self, name, torch.nn.Parameter(value))
+            setattr(self, name, torch.nn.Parameter(stored_weight(self, name, value)))
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters, on the current CUDA device (or CPU) if they had no storage."""
@@ -196,36 +209,48 @@ class BasicOperation(FusibleOperation):
         # ordinary tensors even if the first call is an evaluation, and no part of autograd's graph
         with torch.inference_mode(False), torch.no_grad():
             for role, quantizer in roles:
-                fresh = init_quantizer_state(quantizer, device)
-                assert fresh is not None
+                place = (*self.op.forward_quantizers, *self.op.backward_quantizers).index(role)
+                fresh = init_quantizer_state(quantizer, device, seed=self._seed, path=(place,))
                 old = known.get(role)
-                if isinstance(old, Float8DelayedScalingQuantizer) and old.dtype is quantizer.dtype:
-                    history = getattr(self, f"{role}_amax_history")
-                    kept = min(len(history), len(fresh.amax_history))
-                    fresh.amax_history[:kept] = history[:kept]
-                    fresh.scale.copy_(getattr(self, f"{role}_scale"))
-                self.register_buffer(f"{role}_scale", fresh.scale, persistent=False)
-                self.register_buffer(f"{role}_amax_history", fresh.amax_history, persistent=False)
+                if old is not None and old.dtype is quantizer.dtype and state_type(old) is state_type(quantizer):
+                    own = self._state_of(role, old)
+                    kept = min(len(own.amax_history), len(fresh.amax_history))
+                    fresh.amax_history[:kept] = own.amax_history[:kept]
+                    fresh.read.copy_(own.read)
+                self._register_state(role, fresh)
         self._state_roles = roles
+
+    def _register_state(self, role: str, state: Any) -> None:
+        for field in dataclasses.fields(state):
+            self.register_buffer(f"{role}_{field.name}", getattr(state, field.name), persistent=False)
+
+    def _state_of(self, role: str, quantizer: Quantizer) -> Any:
+        if quantizer.stochastic:
+            return StochasticRoundingState(
+                key=self._buffers[f"{role}_key"],  # type: ignore[arg-type]
+                amax_history=self._buffers[f"{role}_amax_history"],  # type: ignore[arg-type]
+            )
+        return DelayedScalingState(
+            scale=self._buffers[f"{role}_scale"],  # type: ignore[arg-type]
+            amax_history=self._buffers[f"{role}_amax_history"],  # type: ignore[arg-type]
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the module; quantizer state moves with it and stays float32."""
         kept = self.named_states()
         super()._apply(fn, recurse)
+        self.weight_casts = {}
         for role, _, old in kept:
-            for name, tensor in ((f"{role}_scale", old.scale), (f"{role}_amax_history", old.amax_history)):
+            for field in dataclasses.fields(old):
+                name, tensor = f"{role}_{field.name}", getattr(old, field.name)
                 moved = getattr(self, name)
-                if moved.dtype is not torch.float32:
+                if moved.dtype is not tensor.dtype:
                     self._buffers[name] = tensor.to(moved.device)
         return self
 
-    def states(self, roles: StateRoles) -> dict[str, DelayedScalingState]:
+    def states(self, roles: StateRoles) -> dict[str, Any]:
         """The state by role, over the buffers as they are now."""
-        buffers = self._buffers
-        return {
-            role: DelayedScalingState(scale=buffers[f"{role}_scale"], amax_history=buffers[f"{role}_amax_history"])  # type: ignore[arg-type]
-            for role, _ in roles
-        }
+        return {role: self._state_of(role, quantizer) for role, quantizer in roles}
 
     def prepare_state(self, recipe: Recipe | None) -> None:
         """Give an op that has no state yet the state that ``recipe`` needs, while no graph is being traced."""
@@ -234,14 +259,17 @@ class BasicOperation(FusibleOperation):
         if self._state_roles and not self._loaded:
             return
         roles = state_roles(Chain((self.op,)), recipe)[0]
-        lengths = [[getattr(q, "amax_history_len", 0) for _, q in pairs] for pairs in (roles, self._state_roles)]
+        shapes = [
+            [(role, state_type(q), getattr(q, "amax_history_len", 1)) for role, q in pairs]
+            for pairs in (roles, self._state_roles)
+        ]
         if not self._state_roles:
             self.ensure_state(roles)
-        elif roles and lengths[0] == lengths[1]:
+        elif roles and shapes[0] == shapes[1]:
             self._state_roles = roles  # what was loaded is closed by the recipe's own functions
         self._loaded = False
 
-    def named_states(self) -> list[tuple[str, Quantizer, DelayedScalingState]]:
+    def named_states(self) -> list[tuple[str, Quantizer, Any]]:
         """Role, quantizer and state of everything that has state."""
         states = self.states(self._state_roles)
         return [(role, quantizer, states[role]) for role, quantizer in self._state_roles]
@@ -256,14 +284,13 @@ class BasicOperation(FusibleOperation):
             return
         loaded = extra_state.decode(self.op, state, self._state_device())
         for role, _, own in loaded:
-            self.register_buffer(f"{role}_scale", own.scale, persistent=False)
-            self.register_buffer(f"{role}_amax_history", own.amax_history, persistent=False)
+            self._register_state(role, own)
         self._state_roles = tuple((role, quantizer) for role, quantizer, _ in loaded)
         self._loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the containers, which register themselves again."""
-        return {**super().__getstate__(), "_owners": [], "_captured": self._is_captured()}
+        return {**super().__getstate__(), "_owners": [], "_captured": self._is_captured(), "weight_casts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the copy too."""

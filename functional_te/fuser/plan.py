@@ -14,10 +14,11 @@ from functional_te.chain import Chain, ExtraSource, as_chain, where
 from functional_te.fuser.match import Refusal, fuse
 from functional_te.fuser.registry import default_fusions
 from functional_te.fuser.rule import Fusions
-from functional_te.kernels import resolve_backend
+from functional_te.kernels import kernels, resolve_backend
 from functional_te.ops import FusedOp, Op, OpRequiresGrad
-from functional_te.quantization.quantizer import Quantizer
-from functional_te.quantization.recipes import Recipe, Role
+from functional_te.quantization.cast import features_multiple
+from functional_te.quantization.quantizers import Quantizer
+from functional_te.quantization.recipes import Recipe, Role, as_recipe
 
 __all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan", "traced_plan"]
 
@@ -160,6 +161,7 @@ def plan(
         raise type_error("plan", "fusions", "None or a Fusions", type(fusions).__name__)
     if torch.compiler.is_compiling():
         return traced_plan(block, recipe, requires_grad, backend, compute_dtype, fusions)
+    recipe = recipe if recipe is None or isinstance(recipe, Recipe) else as_recipe(recipe)
     return _find(block, recipe, requires_grad, backend, compute_dtype, fusions)
 
 
@@ -219,7 +221,8 @@ def traced_plan(
 ) -> Plan:
     """The plan of a call that Dynamo is tracing. The graph is guarded by the uids of the values."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe))
+        fix = "Inside compiled code translate other recipes first: fte.recipes.as_recipe()."
+        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe), fix)
     uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend}"
     return getattr(_traced, _find_while_traced(uids, requires_grad, compute_dtype))
 
@@ -255,15 +258,48 @@ def _grad_flow(block: Chain, pattern: GradPattern) -> tuple[OpRequiresGrad, ...]
     return tuple(flow)
 
 
-def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> tuple[tuple[tuple[str, Quantizer], ...], ...]:
+Quantizers = tuple[tuple[tuple[str, Quantizer], ...], ...]
+
+
+def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> Quantizers:
     """The (role, quantizer) pairs of every op; ``kind`` is ``"forward"`` or ``"backward"``."""
-    if recipe is None:
+    if recipe is None or (kind == "backward" and recipe.override is not None):
         return ((),) * len(block.ops)
     result = []
     for op in block.ops:
         roles = op.forward_quantizers if kind == "forward" else op.backward_quantizers
         pairs = [(role, recipe.quantizer(Role(type(op).__name__, role, op.name))) for role in roles]
-        result.append(tuple((role, quantizer) for role, quantizer in pairs if quantizer is not None))
+        result.append(tuple((role, quantizer) for role, quantizer in pairs if isinstance(quantizer, Quantizer)))
+    return tuple(result)
+
+
+def _check_sizes(block: Chain, quantizers: Quantizers) -> None:
+    """Raise for features that no block divides."""
+    for index, pairs in enumerate(quantizers):
+        for role, quantizer in pairs:
+            multiple = features_multiple(quantizer)
+            for name, size in block.ops[index].quantized_sizes(role).items():
+                if size % multiple:
+                    wanted = f"a multiple of {multiple} to cast the {role} with {type(quantizer).__name__}"
+                    raise value_error(where(block.ops, index), name, wanted, size)
+
+
+def _with_copies(
+    block: Chain, quantizers: Quantizers, flow: tuple[OpRequiresGrad, ...], recipe: Recipe | None, backend: str
+) -> Quantizers:
+    """The quantizers making the copies that are read, and no others."""
+    transposed = kernels(backend).transposed_copies
+    forward_only = recipe is not None and recipe.override is not None
+    result = []
+    for index, pairs in enumerate(quantizers):
+        own = []
+        for role, quantizer in pairs:
+            rowwise, columnwise = block.ops[index].copies(role, flow[index])
+            columnwise = columnwise and not forward_only
+            if quantizer.transposable and not transposed:
+                rowwise, columnwise = True, False
+            own.append((role, quantizer.with_usage(rowwise or not columnwise, columnwise)))
+        result.append(tuple(own))
     return tuple(result)
 
 
@@ -275,20 +311,23 @@ def _make(
     compute_dtype: torch.dtype | None,
     rules: Fusions,
 ) -> Plan:
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe))
     _check_pattern(block, pattern)
     backend = resolve_backend(backend)
     flow = _grad_flow(block, pattern)
     forward_quantizers = _quantizers(block, recipe, "forward")
     backward_quantizers = _quantizers(block, recipe, "backward")
+    _check_sizes(block, forward_quantizers)
+    _check_sizes(block, backward_quantizers)
+    forward_casts = _with_copies(block, forward_quantizers, flow, recipe, backend)
+    backward_casts = _with_copies(block, backward_quantizers, flow, recipe, backend)
     forward, backward, refusals = fuse(block.ops, rules, recipe, flow)
     state_roles = tuple(
         tuple(pair for pair in (*forward_quantizers[i], *backward_quantizers[i]) if pair[1].stateful)
         for i in range(len(block.ops))
     )
     aliases = _aliases(block)
-    static = {"backend": backend, "compute_dtype": compute_dtype}
+    override = None if recipe is None else recipe.override
+    static = {"backend": backend, "compute_dtype": compute_dtype, "backward_override": override}
     return Plan(
         chain=block,
         recipe=recipe,
@@ -296,9 +335,9 @@ def _make(
         backend=backend,
         compute_dtype=compute_dtype,
         fusions=rules,
-        forward=tuple(_forward_step(block, op, indices, flow, forward_quantizers, static) for op, indices in forward),
+        forward=tuple(_forward_step(block, op, indices, flow, forward_casts, static) for op, indices in forward),
         backward=tuple(
-            _backward_step(block, op, indices, flow, backward_quantizers)
+            _backward_step(block, op, indices, flow, backward_casts)
             for op, indices in reversed(backward)
             if any(flow[i].any for i in indices)
         ),
@@ -335,7 +374,7 @@ def _forward_step(
     op: Op | FusedOp,
     indices: tuple[int, ...],
     flow: tuple[OpRequiresGrad, ...],
-    quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...],
+    quantizers: Quantizers,
     static: dict[str, Any],
 ) -> ForwardStep:
     fused = isinstance(op, FusedOp)
@@ -353,7 +392,9 @@ def _forward_step(
     quantized = any(quantizers[i] for i in indices)
     if not quantized:
         provided["state"] = ({},) * len(indices) if fused else {}
-    next_quantizer = following.get("input") if op.quantizes_output else None
+    # a backward in high precision needs the input as it was before the cast, so its consumer casts it
+    casts = op.quantizes_output and static["backward_override"] != "high_precision"
+    next_quantizer = following.get("input") if casts else None
     return ForwardStep(
         op=op,
         indices=indices,
@@ -376,7 +417,7 @@ def _backward_step(
     op: Op | FusedOp,
     indices: tuple[int, ...],
     flow: tuple[OpRequiresGrad, ...],
-    quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...],
+    quantizers: Quantizers,
 ) -> BackwardStep:
     before = indices[0] - 1
     casts = before >= 0 and flow[before].any and op.quantizes_grad_input

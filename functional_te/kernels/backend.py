@@ -6,14 +6,15 @@ bundle; an op then reads its functions from the record of that name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from functional_te._errors import value_error
 from functional_te.kernels import reference
 
-__all__ = ["BACKENDS", "Backend", "kernels", "resolve_backend"]
+__all__ = ["BACKENDS", "Backend", "kernels", "observing", "resolve_backend"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Backend:
 
     Attributes:
         name: how the user asks for it.
+        transposed_copies: whether products read transposed copies that are mere transposes, as a GPU without other
+            FP8 layouts must.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Backend:
     layer_norm_backward: Callable[..., Any]
     activation_forward: Callable[..., Any]
     activation_backward: Callable[..., Any]
+    transposed_copies: bool = False
 
 
 REFERENCE = Backend(
@@ -64,11 +68,38 @@ def resolve_backend(name: str) -> str:
     """
     if name == "auto":
         return BACKENDS[-1].name
-    if name not in _BY_NAME:
-        raise value_error("plan", "backend", f"'auto' or one of {sorted(_BY_NAME)}", repr(name))
+    known = sorted(backend.name for backend in BACKENDS)
+    if name not in known:
+        raise value_error("plan", "backend", f"'auto' or one of {known}", repr(name))
     return name
 
 
 def kernels(name: str) -> Backend:
     """The functions of the backend called ``name``."""
     return _BY_NAME[name]
+
+
+@contextlib.contextmanager
+def observing(name: str, on_cast: Callable[[Any, Any, Any], None]) -> Iterator[str]:
+    """A backend like ``name`` that reports every cast, for the time of the context.
+
+    Args:
+        name: name of a backend.
+        on_cast: called with the values, the bound quantizer and the quantized tensor after every cast.
+
+    Yields:
+        The name of the new backend. No other context uses it, and :func:`resolve_backend` does not know it.
+    """
+    source = kernels(name)
+
+    def quantize(x: Any, bound: Any, *args: Any, **kwargs: Any) -> Any:
+        result = source.quantize(x, bound, *args, **kwargs)
+        on_cast(x, bound, result[0])
+        return result
+
+    observed = f"{name}, observed by {id(quantize):#x}"
+    _BY_NAME[observed] = dataclasses.replace(source, name=observed, quantize=quantize)
+    try:
+        yield observed
+    finally:
+        del _BY_NAME[observed]

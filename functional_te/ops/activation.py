@@ -14,7 +14,7 @@ from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.kernels import kernels
 from functional_te.ops.common import TensorOrQuantized, amaxes, check_float, dense, quantized_spec, spec_store, store
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
-from functional_te.quantization.quantizer import Float8CurrentScalingQuantizer
+from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 

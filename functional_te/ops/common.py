@@ -64,17 +64,18 @@ def spec_store(spec: TensorSpec, dtype: torch.dtype, quantizer: BoundQuantizer |
 def quantized_spec(spec: TensorSpec, bound: BoundQuantizer) -> tuple[QuantizedTensor, TensorSpec | None]:
     """The twin of the quantize kernel over :class:`TensorSpec`."""
     quantizer = bound.quantizer
-    scale = TensorSpec((1,), torch.float32, spec.device)
-    moved = (*spec.shape[-1:], *spec.shape[:-1])
-    quantized = QuantizedTensor(
-        rowwise_data=spec.with_(dtype=quantizer.dtype) if quantizer.rowwise else None,  # type: ignore[arg-type]
-        rowwise_scale_inv=scale if quantizer.rowwise else None,  # type: ignore[arg-type]
-        columnwise_data=spec.with_(shape=moved, dtype=quantizer.dtype) if quantizer.columnwise else None,  # type: ignore[arg-type]
-        columnwise_scale_inv=scale if quantizer.columnwise else None,  # type: ignore[arg-type]
-        dtype=spec.dtype,
-        quantizer=quantizer,
-    )
-    return quantized, (scale if quantizer.stateful else None)
+    fields: dict[str, Any] = {}
+    for wanted, columnwise, name in (
+        (quantizer.rowwise, False, "rowwise"),
+        (quantizer.columnwise, True, "columnwise"),
+    ):
+        if not wanted:
+            continue
+        for part, described in quantizer.copy_spec(tuple(spec.shape), columnwise)._asdict().items():
+            if described is not None:
+                fields[f"{name}_{part}"] = TensorSpec(described[0], described[1], spec.device)
+    amax: Any = TensorSpec((1,), torch.float32, spec.device) if quantizer.stateful else None
+    return QuantizedTensor(**fields, dtype=spec.dtype, quantizer=quantizer), amax
 
 
 def amaxes(known: Amaxes | None = None, **observed: Any) -> Amaxes | None:

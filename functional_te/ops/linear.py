@@ -29,7 +29,7 @@ from functional_te.ops.op import (
     Op,
     OpRequiresGrad,
 )
-from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.quantization.tensor import BoundQuantizer, CachedWeight, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["BasicLinear", "LinearBackwardArgs", "LinearForwardArgs", "LinearSaved"]
@@ -48,6 +48,7 @@ class LinearForwardArgs:
         dtype: the compute dtype.
         save_input: whether the backward needs the input.
         save_weight: whether the backward needs the weight.
+        save_dense: whether the backward reads the operands as they were before the casts.
         backend: name of the kernel backend.
     """
 
@@ -59,6 +60,7 @@ class LinearForwardArgs:
     dtype: torch.dtype = pytree.static(default=torch.float32)
     save_input: bool = pytree.static(default=False)
     save_weight: bool = pytree.static(default=False)
+    save_dense: bool = pytree.static(default=False)
     backend: str = pytree.static(default="reference")
 
 
@@ -115,11 +117,18 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
         w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
         fresh_w = w
     aux = LinearSaved(
-        input_=fresh_x if args.save_input else None,
-        weight=fresh_w if args.save_weight else None,
+        input_=for_backward(fresh_x) if args.save_input and not args.save_dense else None,
+        weight=for_backward(fresh_w) if args.save_weight and not args.save_dense else None,
         dtype=args.dtype,
     )
     return x, w, aux, amaxes(input=amax_x, weight=amax_w)
+
+
+def for_backward(x: Any) -> Any:
+    """What of an operand the backward reads: of two copies the columnwise one."""
+    if isinstance(x, QuantizedTensor) and x.rowwise_data is not None and x.columnwise_data is not None:
+        return x.with_usage(rowwise=False, columnwise=True)
+    return x
 
 
 def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes | None]:
@@ -130,7 +139,7 @@ def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes | None]:
         value, bound = getattr(args, name), getattr(args, f"{role}_quantizer")
         if bound is not None and not isinstance(value, QuantizedTensor):
             quantized, observed[role] = quantized_spec(value.with_(dtype=args.dtype), bound)
-            saved[name] = quantized if save else None
+            saved[name] = for_backward(quantized) if save and not args.save_dense else None
     return LinearSaved(**saved, dtype=args.dtype), amaxes(**observed)
 
 
@@ -139,7 +148,7 @@ def saved_operands(args: Any, aux: LinearSaved) -> LinearSaved:
     if not args.save_input and not args.save_weight:
         return _NOTHING_FRESH[args.dtype]
     return LinearSaved(
-        input_=(args.input_ if aux.input_ is None else aux.input_) if args.save_input else None,
+        input_=(for_backward(args.input_) if aux.input_ is None else aux.input_) if args.save_input else None,
         weight=(args.weight if aux.weight is None else aux.weight) if args.save_weight else None,
         dtype=args.dtype,
     )
@@ -164,8 +173,7 @@ def _forward_fake(args: LinearForwardArgs) -> FwdResult:
 def linear_output_spec(args: Any) -> TensorSpec:
     """Spec of the product of a forward bundle."""
     x, w = args.input_, args.weight
-    device = x.data.device if isinstance(x, QuantizedTensor) else x.device
-    return TensorSpec((*x.shape[:-1], w.shape[0]), args.dtype, device)
+    return TensorSpec((*x.shape[:-1], w.shape[0]), args.dtype, x.device)
 
 
 def grads(args: Any, add: torch.Tensor | None = None) -> BwdResult:
@@ -193,7 +201,7 @@ def grad_specs(args: Any) -> BwdResult:
     dx: Any = None
     dw: Any = None
     observed: Amaxes | None = None
-    device = dy.data.device if isinstance(dy, QuantizedTensor) else dy.device
+    device = dy.device
     if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
         _, amax = quantized_spec(dy, args.grad_output_quantizer)
         observed = amaxes(observed, grad_output=amax)
@@ -249,6 +257,21 @@ class BasicLinear(Op):
         check_size(self.in_features, "BasicLinear", "in_features")
         check_size(self.out_features, "BasicLinear", "out_features")
 
+    def copies(self, role: str, requires_grad: OpRequiresGrad) -> tuple[bool, bool]:
+        """Forward products reduce over features; so does the input gradient's over the rows of a transposed weight."""
+        if role == "grad_output":
+            return requires_grad.input, requires_grad.params[0]
+        return True, requires_grad.params[0] if role == "input" else requires_grad.input
+
+    def quantized_sizes(self, role: str) -> dict[str, int]:
+        """Blocks run along both sizes of the weight."""
+        sizes = {"in_features": self.in_features, "out_features": self.out_features}
+        if role == "input":
+            del sizes["out_features"]
+        elif role == "grad_output":
+            del sizes["in_features"]
+        return sizes
+
     def param_specs(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, TensorSpec]:
         """``weight [out_features, in_features]``."""
         return {"weight": TensorSpec((self.out_features, self.in_features), dtype, device)}
@@ -275,10 +298,13 @@ class BasicLinear(Op):
         requires_grad: OpRequiresGrad,
         next_op_input_quantizer: BoundQuantizer | None = None,
         compute_dtype: torch.dtype | None = None,
+        backward_override: str | None = None,
         backend: str = "reference",
     ) -> LinearForwardArgs:
         """The forward bundle."""
         weight = params["weight"]
+        if isinstance(weight, CachedWeight):
+            weight = weight.read("weight" in state)
         return LinearForwardArgs(
             input_=input_,
             weight=weight,
@@ -288,6 +314,7 @@ class BasicLinear(Op):
             dtype=weight.dtype if compute_dtype is None else compute_dtype,
             save_input=requires_grad.params[0],
             save_weight=requires_grad.input,
+            save_dense=backward_override == "high_precision",
             backend=backend,
         )
 

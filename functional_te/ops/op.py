@@ -38,6 +38,7 @@ _PROVIDED = frozenset(
         "next_op_input_quantizer",
         "extra_inputs",
         "backend",
+        "backward_override",
         "compute_dtype",
     }
 )
@@ -241,6 +242,21 @@ class Op(_Step):
     def extra_outputs_to_caller(self) -> tuple[bool, ...]:
         """Whether each extra output is also an output of the chain."""
         return (True,) * self.num_extra_outputs
+
+    def copies(self, role: str, requires_grad: OpRequiresGrad) -> tuple[bool, bool]:
+        """Which copies of a quantized tensor the op reads: (rowwise, columnwise).
+
+        Args:
+            role: one of ``forward_quantizers`` or ``backward_quantizers``.
+            requires_grad: what the backward has to produce.
+        """
+        del role, requires_grad
+        return True, False
+
+    def quantized_sizes(self, role: str) -> dict[str, int]:
+        """The sizes of a quantized tensor that are features, by the name of the constructor argument."""
+        del role
+        return {}
 
     def param_specs(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, TensorSpec]:
         """Shape and dtype of every parameter, in the order of ``param_names``."""

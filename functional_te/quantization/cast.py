@@ -7,15 +7,9 @@ from typing import Any
 import torch
 
 from functional_te._errors import type_error, value_error
-from functional_te.quantization.formats import saturating_cast
-from functional_te.quantization.quantizer import (
-    Float8CurrentScalingQuantizer,
-    Float8DelayedScalingQuantizer,
-    Quantizer,
-)
-from functional_te.quantization.scaling import amax_of, current_scale
+from functional_te.quantization.quantizer import Quantizer
 from functional_te.quantization.state import update_amax
-from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor, bind
 
 __all__ = ["dequantize", "quantize", "quantize_bound"]
 
@@ -23,41 +17,30 @@ __all__ = ["dequantize", "quantize", "quantize_bound"]
 def quantize_bound(
     x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype | None = None
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Cast ``x`` and report the amax that a stateful quantizer observed.
+    """Cast ``x`` and report the amax that a quantizer observed.
 
     Args:
         x: high precision values of any shape.
-        bound: the quantizer and its scale.
+        bound: the quantizer and the tensors it reads.
         dtype: nominal dtype of the result (default: of ``x``).
 
     Returns:
-        The quantized tensor, and the observed amax (float32 ``[1]``) or None for a quantizer without state.
+        The quantized tensor, and the observed amax (float32 ``[1]``) or None for a quantizer that observes nothing.
     """
     quantizer = bound.quantizer
-    amax = amax_of(x)
-    if isinstance(quantizer, Float8DelayedScalingQuantizer):
-        assert bound.scale is not None
-        scale, observed = bound.scale, amax
-    elif isinstance(quantizer, Float8CurrentScalingQuantizer):
-        scale = current_scale(amax, quantizer.limit, epsilon=quantizer.amax_epsilon, power_of_2=quantizer.power_2_scale)
-        observed = None
-    else:
-        raise TypeError(f"quantize: expected a known quantizer, got {quantizer!r}.")
-    data = saturating_cast(x.to(torch.float32) * scale.reshape(()), quantizer.dtype)
-    # reciprocal() makes a new tensor: saved context never aliases live state
-    scale_inv = scale.reciprocal()
+    row, column, amax = quantizer.cast(x, scale=bound.scale, key=bound.key)
     return (
         QuantizedTensor(
-            rowwise_data=data if quantizer.rowwise else None,
-            rowwise_scale_inv=scale_inv if quantizer.rowwise else None,
-            columnwise_data=data.movedim(-1, 0).contiguous() if quantizer.columnwise else None,
-            columnwise_scale_inv=(scale_inv.clone() if quantizer.rowwise else scale_inv)
-            if quantizer.columnwise
-            else None,
+            rowwise_data=None if row is None else row.data,
+            rowwise_scale_inv=None if row is None else row.scale_inv,
+            rowwise_amax=None if row is None else row.amax,
+            columnwise_data=None if column is None else column.data,
+            columnwise_scale_inv=None if column is None else column.scale_inv,
+            columnwise_amax=None if column is None else column.amax,
             dtype=x.dtype if dtype is None else dtype,
             quantizer=quantizer,
         ),
-        observed,
+        amax,
     )
 
 
@@ -70,11 +53,13 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, state: Any = None) -> Any:
         state: the quantizer's state; needed by, and only by, a stateful quantizer.
 
     Returns:
-        A :class:`QuantizedTensor`, or the pair of it and the new state if ``state`` was given.
+        A :class:`QuantizedTensor`, or the pair of it and the new state if ``state`` was given. With stochastic rounding
+        the new state keeps its key until :func:`update_scale` closes the step: the same values give the same bits.
 
     Raises:
         TypeError: ``x`` is not a floating tensor, or ``quantizer`` is no quantizer.
-        ValueError: ``state`` is missing, or given to a quantizer without state.
+        ValueError: ``state`` is missing, or given to a quantizer without state; the last dimension is no multiple of
+            what the format needs.
     """
     where = "quantize"
     if not isinstance(quantizer, Quantizer):
@@ -89,12 +74,21 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, state: Any = None) -> Any:
         )
     if not quantizer.stateful and state is not None:
         raise value_error(where, "state", "None for a quantizer without state", type(state).__name__)
-    scale = None if state is None else state.scale
-    quantized, amax = quantize_bound(x, BoundQuantizer(quantizer=quantizer, scale=scale))
+    if not (quantizer.rowwise or quantizer.columnwise):
+        raise value_error(where, "quantizer", "a rowwise or a columnwise copy", "none")
+    multiple = features_multiple(quantizer)
+    if multiple > 1 and (x.dim() == 0 or x.shape[-1] % multiple):
+        wanted = f"a last dimension that is a multiple of {multiple} for {type(quantizer).__name__}"
+        raise value_error(where, "x", wanted, f"shape {tuple(x.shape)}")
+    quantized, amax = quantize_bound(x, bind(quantizer, state))
     if state is None:
         return quantized
-    assert amax is not None  # a stateful quantizer observes
-    return quantized, update_amax(state, amax)
+    return quantized, state if amax is None else update_amax(state, amax)
+
+
+def features_multiple(quantizer: Quantizer) -> int:
+    """What the number of features must be a multiple of, for both copies."""
+    return max(quantizer.of(False).feature_multiple, quantizer.of(True).feature_multiple)
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

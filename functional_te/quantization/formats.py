@@ -8,16 +8,17 @@ import torch
 
 __all__ = ["Format", "max_value", "saturating_cast"]
 
-_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float4_e2m1fn_x2: 6.0}
 
 
 class Format(enum.Enum):
     """Element formats of a recipe: one for forward tensors, one for gradients.
 
     Reference: Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Largest finite values: E4M3 448,
-    E5M2 57344. ``HYBRID`` is E4M3 for inputs and weights and E5M2 for gradients.
+    E5M2 57344, E2M1 6. ``HYBRID`` is E4M3 for inputs and weights and E5M2 for gradients.
     """
 
+    E2M1 = "E2M1"
     E4M3 = "E4M3"
     E5M2 = "E5M2"
     HYBRID = "HYBRID"
@@ -25,16 +26,18 @@ class Format(enum.Enum):
     @property
     def forward_dtype(self) -> torch.dtype:
         """Element type of inputs and weights."""
+        if self is Format.E2M1:
+            return torch.float4_e2m1fn_x2
         return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
 
     @property
     def backward_dtype(self) -> torch.dtype:
         """Element type of gradients."""
-        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
+        return torch.float8_e5m2 if self is Format.HYBRID else self.forward_dtype
 
 
 def max_value(dtype: torch.dtype) -> float:
-    """Largest finite value of an FP8 ``dtype``."""
+    """Largest finite value of an FP8 or FP4 ``dtype``."""
     return _MAX[dtype]
 
 

@@ -1,20 +1,54 @@
-"""Quantizers: frozen values that say how one tensor becomes low precision.
+"""What a quantizer is: a frozen value that says how one tensor becomes low precision, and the math that does it.
 
 A quantizer holds no tensors. What it must remember between steps is its *state*, a pytree of tensors that goes in
 and comes out of pure functions; a quantizer without memory has state None.
+
+Every format makes up to two *copies* of a tensor, which is looked at as a matrix ``[M, K]`` (leading dimensions
+flattened). The rowwise copy feeds products that reduce over ``K``; the columnwise copy feeds products that reduce over
+``M`` and is the cast of the transposed matrix ``[K, M]``. So every product reduces over the last dimension of both of
+its operands' copies, which is also the one layout that FP8 and FP4 tensor cores take.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import math
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from functional_te._value import Value
 from functional_te.quantization.formats import max_value
 
-__all__ = ["Float8CurrentScalingQuantizer", "Float8DelayedScalingQuantizer", "Quantizer"]
+__all__ = ["Cast", "Copy", "IdentityQuantizer", "Quantizer", "as_matrix"]
+
+
+class Copy(NamedTuple):
+    """One copy of a quantized tensor: its tensors, or (in a fake) their ``(shape, dtype)``.
+
+    Attributes:
+        data: the elements.
+        scale_inv: dequantization factors of the blocks, or of the tensor.
+        amax: the amax that a two-level format needs to dequantize, else None.
+    """
+
+    data: Any
+    scale_inv: Any
+    amax: Any = None
+
+
+class Cast(NamedTuple):
+    """What casting gives.
+
+    Attributes:
+        rowwise: the rowwise copy, if the quantizer wants it.
+        columnwise: the transposed copy, if the quantizer wants it.
+        amax: the observed amax, float32 ``[1]``, of a quantizer with state, else None.
+    """
+
+    rowwise: Copy | None
+    columnwise: Copy | None
+    amax: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,53 +59,93 @@ class Quantizer(Value):
         dtype: the element type.
         rowwise: whether the rowwise copy is wanted.
         columnwise: whether a separate transposed copy is wanted.
-        stateful: whether the quantizer has state between steps.
         from_float32: whether a producer hands over its float32 result without rounding it to its dtype first.
+        packing: elements per stored element (2 for 4-bit data).
+        feature_multiple: what the last dimension must be a multiple of.
+        token_multiple: what the last dimension of a columnwise copy is padded to.
     """
 
     dtype: torch.dtype
     rowwise: bool = True
     columnwise: bool = False
 
-    stateful: ClassVar[bool] = False
     from_float32: ClassVar[bool] = False
+    packing: ClassVar[int] = 1
+    feature_multiple: ClassVar[int] = 1
+    token_multiple: ClassVar[int] = 1
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the quantizer has state between steps. Casting then reports the amax, for the state to remember."""
+        return self.stochastic
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether casting takes random bits, whose key is the quantizer's state."""
+        return False
+
+    @property
+    def transposable(self) -> bool:
+        """Whether the columnwise copy is the transposed rowwise copy, so that one serves all products."""
+        return True
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """Rows and columns of a copy that share a scale; None if the whole tensor does."""
+        return None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the columnwise copy is of values rotated by a Hadamard matrix."""
+        return False
 
     @property
     def limit(self) -> float:
         """Largest finite value of the element format."""
         return max_value(self.dtype)
 
+    def of(self, columnwise: bool) -> Quantizer:
+        """The quantizer that makes one of the copies: itself, unless the copies differ in format."""
+        del columnwise
+        return self
+
+    def with_usage(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        """The same quantizer making these copies."""
+        if rowwise == self.rowwise and columnwise == self.columnwise:
+            return self
+        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
+
+    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+        """Cast ``x`` (any shape) to the wanted copies.
+
+        Args:
+            x: high precision values.
+            scale: float32 ``[1]``, for a quantizer whose scale is state.
+            key: int64 ``[2]``, for a stochastic quantizer.
+        """
+        raise NotImplementedError
+
+    def decode(self, copy: Copy, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Float32 values of a copy as a matrix in the copy's own layout, and the factor they still need (or None)."""
+        raise NotImplementedError
+
+    def copy_spec(self, shape: tuple[Any, ...], columnwise: bool) -> Copy:
+        """The twin of :meth:`cast` for one copy of a tensor of ``shape``: (shape, dtype) of each of its tensors."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8CurrentScalingQuantizer(Quantizer):
-    """Per-tensor FP8 whose scale comes from the tensor being cast.
-
-    Attributes:
-        amax_epsilon: floor of the amax.
-        power_2_scale: whether scales are rounded down to powers of two.
-    """
-
-    amax_epsilon: float = 0.0
-    power_2_scale: bool = False
+class IdentityQuantizer(Value):
+    """No quantizer: a tensor role that stays in high precision. What a custom recipe returns for such a role."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Float8DelayedScalingQuantizer(Quantizer):
-    """Per-tensor FP8 whose scale comes from the amaxes of earlier steps.
+def rows_of(shape: tuple[Any, ...]) -> Any:
+    """Number of rows of a tensor of ``shape`` looked at as a matrix."""
+    return math.prod(shape[:-1])
 
-    Attributes:
-        margin: the scale is divided by ``2**margin``.
-        amax_history_len: number of steps remembered, the running one included.
-        amax_compute_algo: ``"max"`` over the history, ``"most_recent"``, or a function of the history ``[L]`` that
-            returns the amax.
-        scaling_factor_compute_algo: None for the built-in formula, or a function
-            ``(amax, old_scale, fp8_max, recipe) -> scale``; ``recipe`` is this quantizer.
-    """
 
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: Any = "max"
-    scaling_factor_compute_algo: Any = None
-
-    stateful: ClassVar[bool] = True
-    from_float32: ClassVar[bool] = True
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with its leading dimensions flattened: ``[M, K]``; a tensor without dimensions is ``[1, 1]``."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(rows_of(tuple(x.shape)), x.shape[-1] if x.dim() else 1)

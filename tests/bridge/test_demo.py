@@ -17,7 +17,7 @@ from bridge.demo.__main__ import main
 from bridge.demo.checkpoint import Progress, checkpoint_path
 from bridge.demo.data import load_corpus
 from bridge.demo.files import write_atomically
-from bridge.demo.settings import RECIPES, Settings
+from bridge.demo.settings import DEFAULT_RECIPES, RECIPES, Settings
 
 STEPS = 5
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ class TestRuns:
         assert all(line in printed for line in lines)
         rows = {line[:14].strip(): line.split() for line in lines[2:5]}
         assert list(rows) == ["high precision", "FP8 current", "FP8 delayed"]
-        for recipe, row in zip(RECIPES, rows.values(), strict=True):
+        for recipe, row in zip(DEFAULT_RECIPES, rows.values(), strict=True):
             progress = load(out, recipe)["progress"]
             assert progress["finished"]
             assert len(progress["losses"]) == len(progress["seconds"]) == STEPS
@@ -112,6 +112,13 @@ class TestRuns:
         first, second, other = (load(tmp_path / name, recipe) for name in "abc")
         assert_same(first, second)
         assert first["progress"]["losses"][0] != other["progress"]["losses"][0]
+
+    def test_all_recipes(self, flags, tmp_path):
+        assert main(flags(recipe="all", steps=2, gap_limit=50)) == 0
+        losses = {name: load(tmp_path / "out", name)["progress"]["losses"] for name in RECIPES}
+        assert len({tuple(own) for own in losses.values()}) == len(RECIPES)
+        for own in losses.values():
+            assert own == pytest.approx(losses["none"], rel=0.05)
 
     def test_recipes_start_from_the_same_parameters_and_data(self, flags, tmp_path):
         assert main(flags(recipe="none,current", steps=1)) == 0
@@ -133,17 +140,20 @@ class TestRuns:
         eager = load(tmp_path / "eager", "delayed")["progress"]
         assert progress["losses"] == pytest.approx(eager["losses"], rel=1e-3)
 
-    def test_fp8_saves_less_for_backward(self):
+    def test_low_precision_saves_less_for_backward(self):
         settings = Settings(layers=1, width=64, batch=8, context=128, backend="none")
         corpus = load_corpus(settings)
         saved = {recipe: train.saved_for_backward(settings, recipe, corpus) for recipe in RECIPES}
         assert saved["current"] < saved["none"]
         assert saved["delayed"] == pytest.approx(saved["current"], rel=0.01)
+        assert saved["block"] < saved["none"]
+        assert saved["current"] < saved["mxfp8"] < 1.1 * saved["current"]  # a byte of scale per 32 elements
+        assert saved["nvfp4"] < 0.9 * saved["current"]
 
 
 class TestInterrupts:
     @pytest.mark.parametrize(("step", "times"), [(1, 1), (2, 1), (3, 2)], ids=["compiling", "once", "twice"])
-    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("recipe", (*DEFAULT_RECIPES, "nvfp4"))
     def test_resumes_bit_for_bit(self, flags, tmp_path, monkeypatch, capsys, recipe, step, times):
         assert main(flags("whole", recipe=recipe)) == 0
         with monkeypatch.context() as patch:

@@ -128,13 +128,14 @@ def test_shapes_and_copies(shape, dtype: torch.dtype, columnwise: bool) -> None:
     if not columnwise:
         assert quantized.columnwise_data is None
         return
-    assert quantized.columnwise_data.shape == (*shape[-1:], *shape[:-1])
+    assert quantized.columnwise_data.shape == (shape[-1], math.prod(shape[:-1]))
     assert quantized.columnwise_data.is_contiguous()
     rows, columns = quantized.rowwise_data.view(torch.uint8), quantized.columnwise_data.view(torch.uint8)
-    assert torch.equal(columns.movedim(0, -1), rows)
+    assert torch.equal(columns.t().reshape(shape), rows)
     only = fte.quantize(x, fte.Float8CurrentScalingQuantizer(dtype=E4M3, rowwise=False, columnwise=True))
     assert only.rowwise_data is None
-    assert_same(fte.dequantize(only), fte.dequantize(quantized))
+    assert only.shape == (math.prod(shape[:-1]), shape[-1])
+    assert_same(fte.dequantize(only).reshape(shape), fte.dequantize(quantized))
 
 
 def test_quantized_tensors_are_trees() -> None:

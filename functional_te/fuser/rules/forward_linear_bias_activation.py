@@ -113,6 +113,7 @@ class ForwardLinearBiasActivation(FusedOp):
         requires_grad: tuple[OpRequiresGrad, ...],
         next_op_input_quantizer: BoundQuantizer | None = None,
         compute_dtype: torch.dtype | None = None,
+        backward_override: str | None = None,
         backend: str = "reference",
     ) -> LinearBiasActivationArgs:
         """The forward bundle."""
@@ -124,6 +125,7 @@ class ForwardLinearBiasActivation(FusedOp):
             state=state[0],
             requires_grad=requires_grad[0],
             compute_dtype=compute_dtype,
+            backward_override=backward_override,
             backend=backend,
         )
         bias = params[1]["bias"] if isinstance(self.ops[1], Bias) else None

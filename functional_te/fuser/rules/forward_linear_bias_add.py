@@ -65,6 +65,7 @@ class ForwardLinearBiasAdd(FusedOp):
         requires_grad: tuple[OpRequiresGrad, ...],
         extra_inputs: tuple[tuple[torch.Tensor, ...], ...],
         compute_dtype: torch.dtype | None = None,
+        backward_override: str | None = None,
         backend: str = "reference",
     ) -> LinearBiasAddArgs:
         """The forward bundle."""
@@ -77,6 +78,7 @@ class ForwardLinearBiasAdd(FusedOp):
                 state=state[0],
                 requires_grad=requires_grad[0],
                 compute_dtype=compute_dtype,
+                backward_override=backward_override,
                 backend=backend,
             ),
             extra=extra_inputs[-1][0],

@@ -1,8 +1,9 @@
 """Matrix products of a linear layer. Operands are tensors or quantized tensors, any number of leading dimensions.
 
-Low-precision operands are multiplied as an FP8 tensor core does: exact products of the FP8 values, float32
-accumulation, then the two dequantization factors, then one rounding. The names say which side is transposed:
-``nt`` is ``a @ b.T`` (forward), ``nn`` is ``a @ b`` (input gradient), ``tn`` is ``a.T @ b`` (weight gradient).
+Low-precision operands are multiplied as a tensor core does: exact products of the decoded values, float32
+accumulation, then the factors that the formats leave for the end, then one rounding. The names say which side is
+transposed: ``nt`` is ``a @ b.T`` (forward), ``nn`` is ``a @ b`` (input gradient), ``tn`` is ``a.T @ b`` (weight
+gradient). Of two quantized operands every product reads the copies that reduce over their last dimension.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear  # noqa: TID251 - a function, no module
 
+from functional_te.quantization.hadamard import hadamard_inverse
 from functional_te.quantization.tensor import QuantizedTensor
 
 __all__ = ["gemm_nn", "gemm_nt", "gemm_tn"]
@@ -17,19 +19,37 @@ __all__ = ["gemm_nn", "gemm_nt", "gemm_tn"]
 Operand = torch.Tensor | QuantizedTensor
 
 
-def _operands(a: Operand, b: Operand, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Both operands in one dtype, and the float32 factor their product still needs (None: none)."""
-    if isinstance(a, QuantizedTensor):
-        if isinstance(b, QuantizedTensor):
-            return a.data.to(torch.float32), b.data.to(torch.float32), a.scale_inv * b.scale_inv
-        a = a.dequantize(dtype)
-    if isinstance(b, QuantizedTensor):
-        b = b.dequantize(dtype)
-    return (
-        a if a.dtype is dtype else a.to(dtype),
-        b if b.dtype is dtype else b.to(dtype),
-        None,
-    )
+def _dense(x: Operand, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(x, QuantizedTensor):
+        return x.dequantize(dtype)
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _quantized_product(
+    a: QuantizedTensor, a_columnwise: bool, b: QuantizedTensor, b_columnwise: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """``left @ right.T`` over the last dimension of one copy of each operand, ``[rows of left, rows of right]``."""
+    left, left_factor = a.decoded(a_columnwise)
+    right, right_factor = b.decoded(b_columnwise)
+    left_rotates = a_columnwise and a.quantizer.rotates
+    right_rotates = b_columnwise and b.quantizer.rotates
+    if left_rotates != right_rotates:  # the rotations of both cancel, that of one has to be undone
+        if left_rotates:
+            left = hadamard_inverse(left)
+        else:
+            right = hadamard_inverse(right)
+    if a_columnwise and b_columnwise:
+        one, other = a.quantizer.of(True).token_multiple, b.quantizer.of(True).token_multiple
+        if one > other:  # what one format padded with zeros, the other does not have
+            left = left[:, : right.shape[1]]
+        elif other > one:
+            right = right[:, : left.shape[1]]
+    y = torch.mm(left, right.t())
+    if left_factor is not None:
+        y = y * (left_factor if right_factor is None else left_factor * right_factor)
+    elif right_factor is not None:
+        y = y * right_factor
+    return y.to(dtype)
 
 
 def gemm_nt(
@@ -52,16 +72,17 @@ def gemm_nt(
     Returns:
         ``[..., N]``.
     """
-    left, right, factor = _operands(a, b, dtype)
-    if factor is None and bias is None and add is not None and left.dim() == 2 and add.dtype is dtype:
-        return torch.addmm(add, left, right.t())
-    if factor is None:
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        y = _quantized_product(a, False, b, False, dtype)
+        y = y.reshape(*a.shape[:-1], y.shape[-1])
+    else:
+        left, right = _dense(a, dtype), _dense(b, dtype)
+        if bias is None and add is not None and left.dim() == 2 and add.dtype is dtype:
+            return torch.addmm(add, left, right.t())
         same = bias is not None and bias.dtype is dtype
         y = linear(left, right, bias if same else None)
         if same:
             bias = None
-    else:
-        y = (linear(left, right) * factor).to(dtype)
     if bias is not None:
         y = y + bias
     return y if add is None else add + y
@@ -69,20 +90,26 @@ def gemm_nt(
 
 def gemm_nn(a: Operand, b: Operand, *, dtype: torch.dtype, add: torch.Tensor | None = None) -> torch.Tensor:
     """``a @ b (+ add)``: ``[..., N] @ [N, K]`` gives ``[..., K]`` in ``dtype``."""
-    left, right, factor = _operands(a, b, dtype)
-    if factor is None and add is not None and left.dim() == 2 and add.dtype is dtype:
-        return torch.addmm(add, left, right)
-    y = torch.matmul(left, right)
-    if factor is not None:
-        y = (y * factor).to(dtype)
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        y = _quantized_product(a, False, b, True, dtype)
+        y = y.reshape(*a.shape[:-1], y.shape[-1])
+    else:
+        left, right = _dense(a, dtype), _dense(b, dtype)
+        if add is not None and left.dim() == 2 and add.dtype is dtype:
+            return torch.addmm(add, left, right)
+        y = torch.matmul(left, right)
     return y if add is None else add + y
 
 
 def gemm_tn(a: Operand, b: Operand, *, dtype: torch.dtype) -> torch.Tensor:
     """``a.T @ b`` over the flattened leading dimensions: ``[..., N], [..., K]`` gives ``[N, K]`` in ``dtype``."""
-    left, right, factor = _operands(a, b, dtype)
-    y = torch.mm(_rows(left).t(), _rows(right))
-    return y if factor is None else (y * factor).to(dtype)
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        return _quantized_product(a, True, b, True, dtype)
+    left, right = _rows(_dense(a, dtype)), _rows(_dense(b, dtype))
+    if left.shape[0] != right.shape[0]:  # one of them has only the padded columnwise copy
+        tokens = min(left.shape[0], right.shape[0])
+        left, right = left[:tokens], right[:tokens]
+    return torch.mm(left.t(), right)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-from functional_te._errors import type_error, value_error
-from functional_te._value import Value
 from functional_te.quantization.formats import Format
-from functional_te.quantization.quantizer import Float8CurrentScalingQuantizer
-from functional_te.quantization.recipes.recipe import Recipe, Role
+from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer
+from functional_te.quantization.recipes.recipe import (
+    MMParams,
+    QParams,
+    Recipe,
+    Role,
+    check_bools,
+    check_format,
+    check_override,
+    check_products,
+    check_role_settings,
+    role_settings,
+)
 
-__all__ = ["Float8CurrentScaling", "MMParams"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class MMParams(Value):
-    """Settings of one matrix product.
-
-    Args:
-        use_split_accumulator: whether a GPU kernel accumulates in full precision; the reference always does.
-    """
-
-    use_split_accumulator: bool = True
+__all__ = ["Float8CurrentScaling"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,10 +37,14 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_wgrad: settings of the weight-gradient product.
         fp8_dpa: FP8 dot-product attention; no op here reads it.
         fp8_mha: FP8 multi-head attention; no op here reads it.
-        backward_override: must be None.
+        backward_override: None, ``"high_precision"`` (the backward uses the original operands) or ``"dequantized"``
+            (it uses the dequantized rowwise copies); gradients are then never cast.
+        fp8_quant_fwd_inp: settings of inputs; None follows ``use_power_2_scales``.
+        fp8_quant_fwd_weight: settings of weights, likewise.
+        fp8_quant_bwd_grad: settings of gradients, likewise.
 
     Raises:
-        ValueError: a pure E5M2 format or an override.
+        ValueError: a pure E5M2 format or an unknown override.
         TypeError: a field of the wrong kind.
     """
 
@@ -53,26 +55,24 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: None = None
+    backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
 
     def __post_init__(self) -> None:
         where = "Float8CurrentScaling"
-        if not isinstance(self.fp8_format, Format):
-            raise type_error(where, "fp8_format", "a Format", self.fp8_format)
-        if self.fp8_format is Format.E5M2:
-            raise value_error(where, "fp8_format", "HYBRID or E4M3", "E5M2")
-        if not isinstance(self.use_power_2_scales, bool):
-            raise type_error(where, "use_power_2_scales", "a bool", repr(self.use_power_2_scales))
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            if not isinstance(getattr(self, name), MMParams):
-                raise type_error(where, name, "MMParams", repr(getattr(self, name)))
-        if self.backward_override is not None:
-            raise value_error(where, "backward_override", "None", self.backward_override)
+        check_format(where, self.fp8_format)
+        check_bools(where, self, "use_power_2_scales", "fp8_dpa", "fp8_mha")
+        check_products(where, self)
+        check_role_settings(where, self)
+        check_override(where, self.backward_override)
 
     def quantizer(self, role: Role) -> Float8CurrentScalingQuantizer:
         """E4M3 for inputs and weights, the format's gradient type for gradients."""
-        backward = role.tensor == "grad_output"
+        settings = role_settings(self, role, QParams(power_2_scale=self.use_power_2_scales))
         return Float8CurrentScalingQuantizer(
-            dtype=self.fp8_format.backward_dtype if backward else self.fp8_format.forward_dtype,
-            power_2_scale=self.use_power_2_scales,
+            dtype=self.fp8_format.backward_dtype if role.is_gradient else self.fp8_format.forward_dtype,
+            power_2_scale=settings.power_2_scale,
+            amax_epsilon=settings.amax_epsilon,
         )

@@ -7,8 +7,8 @@ from typing import Any
 
 from functional_te._errors import type_error, value_error
 from functional_te.quantization.formats import Format
-from functional_te.quantization.quantizer import Float8DelayedScalingQuantizer
-from functional_te.quantization.recipes.recipe import Recipe, Role
+from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer
+from functional_te.quantization.recipes.recipe import Recipe, Role, check_bools, check_format
 
 __all__ = ["DelayedScaling"]
 
@@ -47,10 +47,8 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         where = "DelayedScaling"
-        if not isinstance(self.fp8_format, Format):
-            raise type_error(where, "fp8_format", "a Format", self.fp8_format)
-        if self.fp8_format is Format.E5M2:
-            raise value_error(where, "fp8_format", "HYBRID or E4M3", "E5M2")
+        check_format(where, self.fp8_format)
+        check_bools(where, self, "reduce_amax", "fp8_dpa", "fp8_mha")
         if not isinstance(self.amax_history_len, int) or isinstance(self.amax_history_len, bool):
             raise type_error(where, "amax_history_len", "an int", self.amax_history_len)
         if self.amax_history_len < 1:
@@ -68,9 +66,8 @@ class DelayedScaling(Recipe):
 
     def quantizer(self, role: Role) -> Float8DelayedScalingQuantizer:
         """E4M3 for inputs and weights, the format's gradient type for gradients; all roles share the settings."""
-        backward = role.tensor == "grad_output"
         return Float8DelayedScalingQuantizer(
-            dtype=self.fp8_format.backward_dtype if backward else self.fp8_format.forward_dtype,
+            dtype=self.fp8_format.backward_dtype if role.is_gradient else self.fp8_format.forward_dtype,
             margin=self.margin,
             amax_history_len=self.amax_history_len,
             amax_compute_algo=self.amax_compute_algo,

@@ -1,0 +1,17 @@
+"""Quantized tensors of other libraries. Each library is imported only when a function needs it.
+
+``torchao`` and ``transformer_engine`` convert in both directions; ``export`` makes quantized tensors and states inputs
+and outputs of ``torch.export`` and nodes of PyTorch's own pytrees.
+"""
+
+from bridge.interop.export import register_pytrees
+from bridge.interop.torchao import from_torchao, to_torchao
+from bridge.interop.transformer_engine import from_transformer_engine, to_transformer_engine
+
+__all__ = [
+    "from_torchao",
+    "from_transformer_engine",
+    "register_pytrees",
+    "to_torchao",
+    "to_transformer_engine",
+]
