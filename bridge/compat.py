@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-__all__ = ["functorch_active", "in_backward", "preserved_versions"]
+__all__ = ["functorch_active", "in_backward", "no_torch_function", "preserved_versions", "wrapper", "written_arguments"]
+
+# ``__torch_function__`` of a subclass whose functions are those of a plain tensor.
+# Reason: torch.overrides has no public name for it.
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def in_backward() -> bool:
@@ -26,6 +31,31 @@ def functorch_active() -> bool:
     Reason: those need the variant of the autograd function whose saved tensors are outputs.
     """
     return torch._C._are_functorch_transforms_active()
+
+
+def wrapper(
+    cls: type[torch.Tensor], size: Any, stride: Any, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of class ``cls`` without storage.
+
+    Reason: the documentation of tensor subclasses names this function only.
+    """
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
+    return made
+
+
+def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an ATen op writes to; none for an op that writes to nothing.
+
+    Reason: a subclass has to cast what optimizers write, and schemas are not public.
+    """
+    if not op._schema.is_mutable:
+        return ()
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:

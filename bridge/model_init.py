@@ -77,7 +77,7 @@ class quantized_model_init:
         _init.recipe, _init.keeps_values = self._outer.pop()
 
 
-def stored_weight(module: BasicOperation, name: str, value: torch.Tensor) -> torch.Tensor:
+def stored_weight(module: BasicOperation, name: str, value: torch.Tensor) -> torch.nn.Parameter:
     """A fresh parameter as it is to be stored: ``value``, or its cast inside of :class:`quantized_model_init`.
 
     Parameters that are made again (materialized, reset) are stored as they were.
@@ -88,9 +88,10 @@ def stored_weight(module: BasicOperation, name: str, value: torch.Tensor) -> tor
         if quantizer is not None:
             stored[name] = _without_state(quantizer)
     if name not in stored:
-        return value
-    weight = QuantizedWeight.from_quantized(quantize(value, stored[name]))
+        return torch.nn.Parameter(value)
+    weight = torch.nn.Parameter(QuantizedWeight.from_quantized(quantize(value, stored[name])))
     if _init.keeps_values:
+        assert isinstance(weight, QuantizedWeight)
         weight.set_high_precision_init_val(value.detach().to("cpu", copy=True))
     return weight
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bridge import compat
 from functional_te._errors import type_error, value_error
 from functional_te._value import Table
 from functional_te.quantization import QUANTIZERS, QuantizedTensor, Quantizer, quantize
@@ -57,7 +58,7 @@ class QuantizedWeight(torch.Tensor):
     quantizer: Quantizer
     quantizer_uid: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = compat.no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -70,7 +71,7 @@ class QuantizedWeight(torch.Tensor):
     ) -> QuantizedWeight:
         """Wrap ``inner`` unchecked; see :meth:`from_quantized`."""
         device = next(iter(inner.values())).device
-        made = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
+        made: Any = compat.wrapper(cls, size, stride, dtype, device)
         for name in _FIELDS:
             setattr(made, name, inner.get(name))
         made.quantizer = quantizer
@@ -116,6 +117,18 @@ class QuantizedWeight(torch.Tensor):
         with torch.no_grad():
             self.copy_(values)
         return self
+
+    def set_high_precision_init_val(self, values: torch.Tensor) -> None:
+        """Remember what the weight was cast from, for the master weights of an optimizer."""
+        self._high_precision_init_val: torch.Tensor | None = values
+
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """What the weight was cast from, on the CPU, if ``quantized_model_init`` was asked to keep it."""
+        return getattr(self, "_high_precision_init_val", None)
+
+    def clear_high_precision_init_val(self) -> None:
+        """Forget it."""
+        self._high_precision_init_val = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, nominal dtype, device and quantizer; no values."""
@@ -163,12 +176,11 @@ class QuantizedWeight(torch.Tensor):
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: QuantizedWeight, dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.dtype = weight.dtype
         return _plain(weight, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0].to(ctx.dtype), None
+        return grads[0], None  # autograd casts it to the nominal dtype
 
 
 def _inner(holder: Any) -> dict[str, torch.Tensor]:
@@ -265,9 +277,10 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
         return value
 
     result = func(*values(args), **{name: values(value) for name, value in kwargs.items()})
-    if not func._schema.is_mutable:
+    written = compat.written_arguments(func)
+    if not written:
         return result
-    targets = _written(func, args, kwargs)
+    targets = _written(written, args, kwargs)
     for weight in targets:
         plain = plains[id(weight)]
         if plain.shape != weight.shape:
@@ -283,13 +296,11 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     return returned(result)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[QuantizedWeight]:
-    """The distinct weights among the arguments that ``func`` writes to."""
+def _written(places: Any, args: Any, kwargs: Any) -> list[QuantizedWeight]:
+    """The distinct weights among the arguments that are written to."""
     found: dict[int, QuantizedWeight] = {}
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
+    for index, name in places:
+        value = args[index] if index < len(args) else kwargs.get(name)
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, QuantizedWeight):
                 found[id(item)] = item
@@ -321,7 +332,7 @@ def _copy_bits(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> 
 def _each(weight: QuantizedWeight, function: Any, dtype: torch.dtype | None = None) -> QuantizedWeight:
     """A weight of ``function`` of every inner tensor."""
     inner = {name: function(tensor) for name, tensor in _inner(weight).items()}
-    return QuantizedWeight(inner, weight.quantizer, dtype or weight.dtype, weight.shape, weight.stride())
+    return QuantizedWeight(inner, weight.quantizer, dtype or weight.dtype, weight.shape)
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:

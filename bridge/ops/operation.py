@@ -122,7 +122,7 @@ class BasicOperation(FusibleOperation):
         self._seed = int(torch.randint(2**31, ()).item())
         generator = torch.Generator().manual_seed(self._seed)
         for name, value in self.op.init_params(generator, dtype, device).items():
-            setattr(self, name, torch.nn.Parameter(stored_weight(self, name, value)))
+            setattr(self, name, stored_weight(self, name, value))
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters, on the current CUDA device (or CPU) if they had no storage."""

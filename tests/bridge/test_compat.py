@@ -97,3 +97,40 @@ def test_preserved_versions() -> None:
         changed.add_(1.0)
     assert kept.tolist() == [1.0, 1.0]
     assert (kept._version, changed._version) == (0, 1)
+
+
+def test_no_torch_function__leaves_subclasses_to_dispatch() -> None:
+    class Plain(torch.Tensor):
+        __torch_function__ = compat.no_torch_function
+
+    class Usual(torch.Tensor):
+        pass
+
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is torch.Tensor
+    assert type(torch.ones(2).as_subclass(Usual) + 1) is Usual
+
+
+def test_wrapper__has_a_shape_and_no_storage() -> None:
+    seen = []
+
+    class Wrapper(torch.Tensor):
+        __torch_function__ = compat.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return torch.ones(1)
+
+    made = compat.wrapper(Wrapper, (2, 3), None, torch.bfloat16, torch.device("cpu"))
+    assert (type(made), made.shape, made.dtype, made.requires_grad) == (Wrapper, (2, 3), torch.bfloat16, False)
+    assert torch.equal(torch.neg(made), torch.ones(1))
+    assert seen == [torch.ops.aten.neg.default]
+
+
+def test_written_arguments() -> None:
+    aten = torch.ops.aten
+    assert compat.written_arguments(aten.add.Tensor) == ()
+    assert compat.written_arguments(aten.view.default) == ()  # an alias that is not written to
+    assert compat.written_arguments(aten.copy_.default) == ((0, "self"),)
+    assert compat.written_arguments(aten.add.out) == ((3, "out"),)
+    assert compat.written_arguments(aten._foreach_add_.List) == ((0, "self"),)
