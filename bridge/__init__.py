@@ -1,6 +1,6 @@
 """The bridge: functional chains under autograd and torch.compile, and as torch.nn modules."""
 
-from bridge import ops
+from bridge import interop, ops
 from bridge.autograd import apply
 from bridge.gate import CompileEagerFallbackWarning, warn_compile_eager_fallback
 from bridge.library import register_custom_op, register_custom_op_with_autograd
@@ -13,6 +13,7 @@ __all__ = [
     "QuantizedWeight",
     "apply",
     "autocast",
+    "interop",
     "ops",
     "quantized_model_init",
     "register_custom_op",

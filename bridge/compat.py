@@ -9,8 +9,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-__all__ = ["functorch_active", "in_backward", "no_torch_function", "preserved_versions", "wrapper", "written_arguments"]
+__all__ = [
+    "functorch_active",
+    "in_backward",
+    "is_torch_pytree",
+    "no_torch_function",
+    "preserved_versions",
+    "register_torch_pytree",
+    "wrapper",
+    "written_arguments",
+]
 
 # ``__torch_function__`` of a subclass whose functions are those of a plain tensor.
 # Reason: torch.overrides has no public name for it.
@@ -31,6 +41,37 @@ def functorch_active() -> bool:
     Reason: those need the variant of the autograd function whose saved tensors are outputs.
     """
     return torch._C._are_functorch_transforms_active()
+
+
+def is_torch_pytree(kind: type[Any]) -> bool:
+    """Whether ``kind`` is a node of PyTorch's own pytrees."""
+    return kind in _pytree.SUPPORTED_NODES
+
+
+def register_torch_pytree(kind: type[Any], children: tuple[str, ...], functions: Any, json_functions: Any) -> None:
+    """Make ``kind`` a node of PyTorch's own pytrees, for inputs and outputs of exported programs.
+
+    Reason: the public ``torch.export.register_dataclass`` knows no static fields.
+
+    Args:
+        kind: the class.
+        children: names of its children.
+        functions: from a node to (children, context), and back from children and context.
+        json_functions: from a context to what JSON holds, and back.
+    """
+
+    def flatten_with_keys(node: Any) -> tuple[list[Any], Any]:
+        values, context = functions[0](node)
+        return [(_pytree.GetAttrKey(name), value) for name, value in zip(children, values, strict=True)], context
+
+    _pytree.register_pytree_node(
+        kind,
+        *functions,
+        serialized_type_name=f"functional_te.{kind.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=json_functions[0],
+        from_dumpable_context=json_functions[1],
+    )
 
 
 def wrapper(

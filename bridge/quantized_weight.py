@@ -7,7 +7,6 @@ values. An operation that writes to it casts the result into the same inner tens
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from bridge import compat
 from functional_te._errors import type_error, value_error
 from functional_te._value import Table
-from functional_te.quantization import QUANTIZERS, QuantizedTensor, Quantizer, quantize
+from functional_te.quantization import QuantizedTensor, Quantizer, quantize
+from functional_te.quantization.serialization import check_copies, describe, restore
 
 __all__ = ["QuantizedWeight", "quantized_of"]
 
@@ -141,9 +141,9 @@ class QuantizedWeight(torch.Tensor):
         # as bytes, because plain pickle cannot read the 8-bit floating dtypes back
         tensors = {name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in _inner(self).items()}
         content = {
-            "dtype": _name_of(self.dtype),
-            "quantizer": _describe(self.quantizer),
-            "tensors": {name: _name_of(tensor.dtype) for name, tensor in _inner(self).items()},
+            "dtype": describe(self.dtype, _WHERE),
+            "quantizer": describe(self.quantizer, _WHERE),
+            "tensors": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in _inner(self).items()},
         }
         extra = {name: value for name, value in self.__dict__.items() if _is_extra(name)}
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -196,41 +196,11 @@ def _plain(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> torch.T
 # ---------------------------------------------------------------------------- files
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtype_of(name: Any) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
         raise value_error(_WHERE, "saved dtype", "the name of a dtype", repr(name))
     return found
-
-
-def _describe(value: Any) -> Any:
-    """A quantizer, or a field of one, as plain data."""
-    if type(value) in QUANTIZERS:
-        fields = {field.name: _describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"quantizer": type(value).__name__, "fields": fields}
-    if isinstance(value, torch.dtype):
-        return {"dtype": _name_of(value)}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    wanted = f"one of {[kind.__name__ for kind in QUANTIZERS]} whose fields are plain values"
-    raise type_error(_WHERE, "quantizer", wanted, value, "Such a weight cannot be saved.")
-
-
-def _restore(data: Any) -> Any:
-    """What :func:`_describe` described."""
-    if not isinstance(data, dict):
-        return data
-    if "dtype" in data:
-        return _dtype_of(data["dtype"])
-    kind = next((kind for kind in QUANTIZERS if kind.__name__ == data.get("quantizer")), None)
-    fields = data.get("fields")
-    if kind is None or not isinstance(fields, dict) or not fields.keys() <= {f.name for f in dataclasses.fields(kind)}:
-        raise value_error(_WHERE, "saved quantizer", "a known quantizer and its fields", data)
-    return kind(**{name: _restore(value) for name, value in fields.items()})
 
 
 def _is_extra(name: str) -> bool:
@@ -246,7 +216,9 @@ def _rebuild(
     if not tensors or not tensors.keys() <= set(_FIELDS) or tensors.keys() != read["tensors"].keys():
         raise value_error(_WHERE, "saved tensors", f"some of {list(_FIELDS)}, with their dtypes", list(tensors))
     inner = {name: tensor.view(_dtype_of(read["tensors"][name])) for name, tensor in tensors.items()}
-    q = QuantizedTensor(**inner, dtype=_dtype_of(read["dtype"]), quantizer=_restore(read["quantizer"]))
+    dtype, quantizer = (restore(read[key], _WHERE, key) for key in ("dtype", "quantizer"))
+    q = QuantizedTensor(**inner, dtype=dtype, quantizer=quantizer)
+    check_copies(q, _WHERE, "saved tensors")
     made: torch.Tensor = QuantizedWeight.from_quantized(q)
     if is_parameter:
         made = torch.nn.Parameter(made)

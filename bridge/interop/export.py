@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from bridge import compat
 from functional_te._value import Table, Value, value_of
 from functional_te.quantization import CachedWeight, DelayedScalingState, QuantizedTensor, StochasticRoundingState
 from functional_te.quantization.serialization import describe, restore
@@ -45,7 +45,7 @@ def _static_of(context: Any) -> Any:
 def register_pytrees() -> None:
     """Register the classes with :mod:`torch.utils._pytree`; done once, when this module is imported."""
     for kind in _KINDS:
-        if kind not in _pytree.SUPPORTED_NODES:
+        if not compat.is_torch_pytree(kind):
             _register(kind)
 
 
@@ -60,25 +60,13 @@ def _register(kind: Any) -> None:
         fields = {name: _static_of(value) for name, value in zip(static, context, strict=True)}
         return kind(**dict(zip(children, values, strict=True)), **fields)
 
-    def flatten_with_keys(node: Any) -> tuple[list[Any], list[Any]]:
-        values, context = flatten(node)
-        return [(_pytree.GetAttrKey(name), value) for name, value in zip(children, values, strict=True)], context
-
     def to_json(context: Any) -> Any:
         return [describe(_static_of(value), where) for value in context]
 
     def from_json(data: Any) -> Any:
         return [_context_of(restore(value, where, "structure")) for value in data]
 
-    _pytree.register_pytree_node(
-        kind,
-        flatten,
-        unflatten,
-        serialized_type_name=f"functional_te.{kind.__name__}",
-        flatten_with_keys_fn=flatten_with_keys,
-        to_dumpable_context=to_json,
-        from_dumpable_context=from_json,
-    )
+    compat.register_torch_pytree(kind, children, (flatten, unflatten), (to_json, from_json))
 
 
 register_pytrees()

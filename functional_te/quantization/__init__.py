@@ -15,6 +15,12 @@ from functional_te.quantization.quantizers import (
     Quantizer,
 )
 from functional_te.quantization.random import make_key
+from functional_te.quantization.serialization import (
+    from_tensors,
+    quantizer_from_json,
+    quantizer_to_json,
+    to_tensors,
+)
 from functional_te.quantization.state import (
     DelayedScalingState,
     StochasticRoundingState,
@@ -41,12 +47,16 @@ __all__ = [
     "Quantizer",
     "StochasticRoundingState",
     "dequantize",
+    "from_tensors",
     "init_quantizer_state",
     "make_key",
     "quantize",
     "quantize_bound",
+    "quantizer_from_json",
+    "quantizer_to_json",
     "recipes",
     "saturating_cast",
+    "to_tensors",
     "update_amax",
     "update_scale",
 ]

@@ -1,7 +1,7 @@
 """FP8 block scaling: the pure math of casts with one float32 scale per 1x128 run or 128x128 tile.
 
-``data = cast(x * scale)`` and ``x ~ data * scale_inv``; what is stored is ``scale_inv = 1 / scale``. The functions
-that cut a matrix into tiles and join them again also serve :mod:`functional_te.quantization.mxfp8`.
+``data = cast(x * scale)`` and ``x ~ data * scale_inv``; what is stored is ``scale_inv = 1 / scale``. The functions of
+tiles also serve :mod:`functional_te.quantization.mxfp8`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ __all__ = [
     "block_decode",
     "block_grid",
     "cast_tiles",
-    "decode_tiles",
-    "split_tiles",
+    "spread",
     "transposed",
 ]
 
@@ -55,17 +54,16 @@ def block_cast(
         The data, contiguous, of shape ``[R, C]``, that of ``x`` or of ``x.T``; and the factors out of low precision
         ``1 / scale``, float32 ``[ceil(R / tile[0]), ceil(C / tile[1])]``, contiguous.
     """
-    rows, cols = x.shape
-    tiles = split_tiles(x, tile[::-1] if transpose else tile)
+    tile = tile[::-1] if transpose else tile
     overflow = torch.finfo(x.dtype).max
-    scale = _scale_of(amax_of_tiles(tiles), max_value(dtype), epsilon, power_of_2, overflow)
-    data = cast_tiles(tiles, scale, dtype, (rows, cols), transpose)
+    scale = _scale_of(amax_of_tiles(x, tile), max_value(dtype), epsilon, power_of_2, overflow)
+    data = cast_tiles(x, scale, dtype, tile, transpose)
     return data, transposed(scale.reciprocal()) if transpose else scale.reciprocal()
 
 
 def block_decode(data: torch.Tensor, scale_inv: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """Float32 values ``[R, C]`` of FP8 ``data`` times the factor of each tile, as :func:`block_cast` gave them."""
-    return decode_tiles(data, scale_inv, tile)
+    return data.to(torch.float32) * spread(scale_inv, (data.shape[0], data.shape[1]), tile)
 
 
 def block_grid(rows: int, cols: int, tile: tuple[int, int]) -> tuple[int, int]:
@@ -73,47 +71,40 @@ def block_grid(rows: int, cols: int, tile: tuple[int, int]) -> tuple[int, int]:
     return (rows + tile[0] - 1) // tile[0], (cols + tile[1] - 1) // tile[1]
 
 
-def split_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """``x [M, K]`` as ``[tiles down, tile[0], tiles across, tile[1]]``, padded with zeros to whole tiles."""
+def amax_of_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of each tile of ``x [M, K]``, float32 ``[tiles down, tiles across]``; NaN if it holds one."""
     down, across = block_grid(x.shape[0], x.shape[1], tile)
     below, right = down * tile[0] - x.shape[0], across * tile[1] - x.shape[1]
     # a symbolic size is always padded: one graph serves sizes that divide and sizes that do not
-    if not _same((below, right), (0, 0)):
+    if not (statically_known_true(below == 0) and statically_known_true(right == 0)):
         x = torch.constant_pad_nd(x, [0, right, 0, below])
-    return x.reshape(down, tile[0], across, tile[1])
-
-
-def amax_of_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each tile, float32 ``[tiles down, tiles across]``; NaN if the tile holds one."""
     # reduced in float32: Inductor (2.13) fails to compile two equal bfloat16 reductions in one graph
-    return tiles.abs().to(torch.float32).amax((1, 3))
+    return x.reshape(down, tile[0], across, tile[1]).abs().to(torch.float32).amax((1, 3))
 
 
 def cast_tiles(
-    tiles: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int], transpose: bool
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, tile: tuple[int, int], transpose: bool
 ) -> torch.Tensor:
-    """Each tile times its ``scale [tiles down, tiles across]``, cast and joined: contiguous ``shape`` or its transpose."""
-    down, height, across, width = tiles.shape
-    if transpose and width > 1:  # Inductor transposes columns well, and tiles badly
-        across, width, scale = across * width, 1, scale.repeat_interleave(width, 1)
-        tiles = tiles.reshape(down, height, across, width)
-    # as_strided puts its input in memory: Inductor then computes each scale once, not again for every element
-    factor = scale.as_strided((down, height, across, width), (across, 0, 1, 0))
-    data = saturating_cast(tiles.to(torch.float32) * factor, dtype)
-    if transpose and _same((down * height, across * width), shape):
-        columns = data.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format)
-        return columns.reshape(across * width, down * height)
-    data = _cut(data.reshape(down * height, across * width), shape)
-    return transposed(data) if transpose else data
+    """``x [M, K]`` times the ``scale [tiles down, tiles across]`` of each tile, cast: ``[M, K]`` or its transpose."""
+    rows, cols = x.shape
+    if transpose and statically_known_true(rows % tile[0] == 0):
+        # Inductor transposes fastest by runs of a tile's height
+        runs = x.reshape(rows // tile[0], tile[0], cols)
+        scale = _in_memory(spread(scale, (rows, cols), (1, tile[1])))
+        data = saturating_cast(runs * scale[:, None, :], dtype)  # float32 by promotion
+        return data.permute(2, 0, 1).clone(memory_format=torch.contiguous_format).reshape(cols, rows)
+    data = saturating_cast(x * spread(_in_memory(scale), (rows, cols), tile), dtype)
+    return transposed(data) if transpose else data.contiguous()
 
 
-def decode_tiles(data: torch.Tensor, factor: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """Float32 ``data [R, C]`` times the ``factor [tiles down, tiles across]`` of each tile."""
-    values = data.to(torch.float32)
+def spread(values: torch.Tensor, shape: tuple[int, int], tile: tuple[int, int]) -> torch.Tensor:
+    """The value of each tile ``[tiles down, tiles across]`` at every element of a matrix of ``shape``."""
+    # indices, not repeat_interleave() and a slice: Inductor (2.13) drops elements of these where a tile is partial,
+    # by splitting the loop over a dimension that the tile does not divide
     for dim, size in enumerate(tile):
         if size > 1:
-            factor = factor.index_select(dim, torch.arange(data.shape[dim], device=data.device) // size)
-    return values * factor
+            values = values.index_select(dim, torch.arange(shape[dim], device=values.device) // size)
+    return values
 
 
 def transposed(matrix: torch.Tensor) -> torch.Tensor:
@@ -121,18 +112,9 @@ def transposed(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
-def _same(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two shapes are known to be equal, without a guard on symbolic sizes."""
-    return statically_known_true(one[0] == other[0]) and statically_known_true(one[1] == other[1])
-
-
-def _cut(padded: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """A contiguous copy of the part of ``shape`` without padding, or ``padded`` itself where nothing was padded."""
-    if _same((padded.shape[0], padded.shape[1]), shape):
-        return padded
-    # as_strided puts whole tiles in memory first: Inductor (2.13) drops elements when it fuses a slice with the joining
-    # of tiles, because it splits the loop over a dimension that the size of the tile does not divide
-    return padded.as_strided(shape, (padded.shape[1], 1)).clone(memory_format=torch.contiguous_format)
+def _in_memory(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` itself, contiguous; Inductor then computes it once, not again for every element that reads it."""
+    return matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
 
 
 def _scale_of(amax: torch.Tensor, limit: float, epsilon: float, power_of_2: bool, overflow: float) -> torch.Tensor:

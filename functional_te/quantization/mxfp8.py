@@ -9,15 +9,8 @@ import math
 
 import torch
 
-from functional_te.quantization.fp8_block import (
-    amax_of_tiles,
-    block_grid,
-    cast_tiles,
-    decode_tiles,
-    split_tiles,
-    transposed,
-)
 from functional_te.quantization.formats import max_value
+from functional_te.quantization.fp8_block import amax_of_tiles, block_grid, cast_tiles, spread, transposed
 
 __all__ = ["BLOCK", "block_grid", "mx_cast", "mx_decode"]
 
@@ -50,17 +43,17 @@ def mx_cast(
         The data, contiguous, of shape ``[R, C]``, that of ``x`` or of ``x.T``; and the scale bytes, uint8
         ``[ceil(R / tile[0]), ceil(C / tile[1])]``, contiguous.
     """
-    rows, cols = x.shape
-    tiles = split_tiles(x, tile[::-1] if transpose else tile)
-    byte = _byte_of(amax_of_tiles(tiles), max_value(dtype))
-    data = cast_tiles(tiles, _power_of_2(254 - byte), dtype, (rows, cols), transpose)
+    tile = tile[::-1] if transpose else tile
+    byte = _byte_of(amax_of_tiles(x, tile), max_value(dtype))
+    data = cast_tiles(x, _power_of_2(254 - byte), dtype, tile, transpose)
     scale = byte.to(torch.uint8)
     return data, transposed(scale) if transpose else scale
 
 
 def mx_decode(data: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """Float32 values ``[R, C]`` of FP8 ``data`` times ``2**(byte - 127)`` of each tile; NaN where the byte is 255."""
-    return decode_tiles(data, _power_of_2(scale.to(torch.int32)), tile)
+    factor = _power_of_2(scale.to(torch.int32))
+    return data.to(torch.float32) * spread(factor, (data.shape[0], data.shape[1]), tile)
 
 
 def _byte_of(amax: torch.Tensor, limit: float) -> torch.Tensor:

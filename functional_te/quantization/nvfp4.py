@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from functional_te._errors import value_error
-from functional_te.quantization.formats import saturating_cast
+from functional_te.quantization.formats import max_value
 from functional_te.quantization.scaling import FLOAT32_MAX
 
 __all__ = [
@@ -40,8 +40,8 @@ E2M1_MAX = 6.0
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Two codes to a byte: uint8 ``[..., C]`` below 16 to uint8 ``[..., C / 2]``, the first code in the low nibble."""
     # a pair of bytes as one integer: Inductor writes the codes out once instead of computing both halves apart
-    pairs = codes.clone(memory_format=torch.contiguous_format).view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    pairs = codes.clone(memory_format=torch.contiguous_format).flatten().view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
@@ -162,12 +162,12 @@ def nvfp4_cast(
     _check_options(x.shape[tiling.dim], tile, bits, four_over_six)
     blocks = tiling.blocks(x)
     amax = amax.unsqueeze(tiling.dim)
-    block_amax = tiling.largest(blocks.abs().amax(tiling.dim + 1).to(torch.float32))
+    block_amax = tiling.largest(blocks.to(torch.float32).abs().amax(tiling.dim + 1))
     if four_over_six is not None:
         codes, block_scale = _better_of_two(blocks, block_amax, amax, e4m3_max, four_over_six, tiling)
     else:
         scale = tensor_scale(amax, e4m3_max)
-        block_scale = saturating_cast(block_amax * (scale * (1 / E2M1_MAX)), torch.float8_e4m3fn)
+        block_scale = _as_scale(block_amax * (scale * (1 / E2M1_MAX)))
         scaled = _scaled(blocks, block_scale, scale, tiling)
         if bits is None:
             codes = cast_e2m1(scaled)
@@ -246,6 +246,11 @@ def _check_options(size: int, tile: tuple[int, int], bits: torch.Tensor | None, 
         raise value_error(where, "bits", "None with four_over_six, which compares deterministic casts", "a tensor")
 
 
+def _as_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Positive float32 to E4M3, saturating. The sign of a NaN, which differs between vector units, is cleared."""
+    return scale.clamp(max=max_value(torch.float8_e4m3fn)).abs().to(torch.float8_e4m3fn)
+
+
 def _scaled(blocks: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor, tiling: _Tiling) -> torch.Tensor:
     """``blocks`` brought into the range of E2M1, float32."""
     encode = (block_scale.to(torch.float32) * scale.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
@@ -266,7 +271,7 @@ def _better_of_two(
     divisor = torch.full_like(amax, e4m3_max * E2M1_MAX)
     candidates = []
     for stretch in (1.0, 1.5):
-        block_scale = saturating_cast(base * stretch, torch.float8_e4m3fn)
+        block_scale = _as_scale(base * stretch)
         codes = cast_e2m1(_scaled(blocks, block_scale, scale, tiling))
         per_tile = block_scale.to(torch.float32)
         decoded = decode_e2m1(codes) * tiling.each_row(per_tile) * amax / divisor

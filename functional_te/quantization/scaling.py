@@ -7,9 +7,35 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FLOAT32_MAX", "amax_of", "current_scale", "delayed_scale", "fold_amax", "roll_history"]
+__all__ = [
+    "FLOAT32_MAX",
+    "amax_of",
+    "current_scale",
+    "delayed_scale",
+    "divide",
+    "fold_amax",
+    "reciprocal",
+    "roll_history",
+]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def divide(numerator: torch.Tensor | float, denominator: torch.Tensor) -> torch.Tensor:
+    """Float32 quotient, rounded once.
+
+    Computed in float64: compilers for GPUs divide float32 numbers approximately, and torch computes number / tensor as
+    reciprocal times number. Rounding a float64 quotient of two float32 numbers to float32 is the same as rounding the
+    exact quotient (Figueroa, "When is double rounding innocuous?", 1995).
+    """
+    wide = denominator.to(torch.float64)
+    top = numerator.to(torch.float64) if isinstance(numerator, torch.Tensor) else torch.full_like(wide, numerator)
+    return (top / wide).to(torch.float32)
+
+
+def reciprocal(x: torch.Tensor) -> torch.Tensor:
+    """Float32 ``1 / x``, rounded once; a new tensor."""
+    return divide(1.0, x)
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
@@ -35,8 +61,7 @@ def current_scale(amax: torch.Tensor, limit: float, *, epsilon: float = 0.0, pow
         power_of_2: whether scales are powers of two.
     """
     floored = amax.clamp(min=epsilon) if epsilon > 0.0 else amax
-    # tensor / tensor: torch computes number / tensor as reciprocal times number, which rounds twice
-    scale = (torch.full_like(floored, limit) / floored).clamp(max=FLOAT32_MAX)
+    scale = divide(limit, floored).clamp(max=FLOAT32_MAX)
     if power_of_2:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
@@ -49,7 +74,7 @@ def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, limit: float, *, m
 
     An amax of 0, infinity or NaN keeps ``previous``; a quotient that overflows gives the largest float32.
     """
-    scale = (torch.full_like(amax, limit) / amax) * 2.0**-margin
+    scale = divide(limit, amax) * 2.0**-margin
     usable = (amax > 0) & torch.isfinite(amax)
     return torch.where(usable, scale.clamp(max=FLOAT32_MAX), previous)
 

@@ -134,3 +134,29 @@ def test_written_arguments() -> None:
     assert compat.written_arguments(aten.copy_.default) == ((0, "self"),)
     assert compat.written_arguments(aten.add.out) == ((3, "out"),)
     assert compat.written_arguments(aten._foreach_add_.List) == ((0, "self"),)
+
+
+def test_register_torch_pytree() -> None:
+    class Pair:
+        def __init__(self, left, right, name):
+            self.left, self.right, self.name = left, right, name
+
+    assert not compat.is_torch_pytree(Pair)
+    compat.register_torch_pytree(
+        Pair,
+        ("left", "right"),
+        (lambda pair: ([pair.left, pair.right], pair.name), lambda values, name: Pair(*values, name)),
+        (str, str),
+    )
+    assert compat.is_torch_pytree(Pair)
+    with_paths, spec = torch.utils._pytree.tree_flatten_with_path([Pair(1, 2, "a")])
+    assert [(torch.utils._pytree.keystr(path), value) for path, value in with_paths] == [("[0].left", 1), ("[0].right", 2)]
+    (again,) = torch.utils._pytree.tree_unflatten([3, 4], spec)
+    assert (type(again), again.left, again.right, again.name) == (Pair, 3, 4, "a")
+    loaded = torch.utils._pytree.treespec_loads(torch.utils._pytree.treespec_dumps(spec))
+    assert loaded == spec
+
+
+def test_is_torch_pytree__of_builtin_containers() -> None:
+    assert compat.is_torch_pytree(dict)
+    assert not compat.is_torch_pytree(int)

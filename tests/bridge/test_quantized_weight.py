@@ -443,11 +443,11 @@ def test_a_file_with_another_content_is_refused():
     function, (content, tensors, *rest) = weight.__reduce_ex__(4)
     assert bits(function(content, tensors, *rest)) == bits(weight)
     for old, new, words in (
-        ("Float8CurrentScalingQuantizer", "Format", "saved quantizer: expected a known quantizer"),
-        ('"amax_epsilon"', '"unknown"', "saved quantizer: expected a known quantizer"),
-        ("Float8CurrentScalingQuantizer", "Float8DelayedScalingQuantizer", "saved quantizer: expected a known"),
-        ("float8_e4m3fn", "load", "saved dtype: expected the name of a dtype, got 'load'"),
-        ('"float32", "q', '"float64", "q', "q.dtype: expected float32, float16 or bfloat16, got torch.float64"),
+        ("Float8CurrentScalingQuantizer", "Format", "quantizer: expected"),
+        ('"amax_epsilon"', '"unknown"', "unknown"),
+        ("Float8CurrentScalingQuantizer", "Float8DelayedScalingQuantizer", "quantizer"),
+        ("float8_e4m3fn", "load", "expected .*got .*load"),
+        ('"name": "float32"', '"name": "float64"', "float64"),
         ("rowwise_scale_inv", "columnwise_scale_inv", "saved tensors: expected some of"),
     ):
         assert old in content
@@ -465,7 +465,7 @@ def test_a_quantizer_that_no_file_can_name_is_refused():
         pass
 
     weight = weight_of(Own(dtype=torch.float8_e4m3fn))
-    with pytest.raises(TypeError, match="cannot be saved"):
+    with pytest.raises(TypeError, match="expected .*a quantizer among .*got Own"):
         pickle.dumps(weight)
 
 

@@ -12,15 +12,15 @@ import torch
 
 from functional_te.quantization.formats import saturating_cast
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
-from functional_te.quantization.scaling import amax_of, current_scale
+from functional_te.quantization.scaling import amax_of, current_scale, reciprocal
 
 __all__ = ["Float8CurrentScalingQuantizer", "Float8DelayedScalingQuantizer"]
 
 
 def _cast(quantizer: Quantizer, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> Cast:
     data = saturating_cast(x.to(torch.float32) * scale.reshape(()), quantizer.dtype)
-    # reciprocal() makes a new tensor: saved context never aliases live state
-    scale_inv = scale.reciprocal()
+    # a new tensor: saved context never aliases live state
+    scale_inv = reciprocal(scale)
     row = Copy(data, scale_inv) if quantizer.rowwise else None
     if not quantizer.columnwise:
         return Cast(row, None, amax)
