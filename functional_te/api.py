@@ -139,7 +139,7 @@ def quantize_params(
         block: a chain or an op.
         params: parameters, see :func:`init`.
         recipe: a recipe; None gives the parameters back.
-        state: quantizer state; may be None for recipes without state.
+        state: quantizer state; may be None if casting weights needs none.
         keep_values: True gives :class:`CachedWeight` (the parameter and its cast: what :func:`bridge.apply`
             differentiates); False gives the :class:`QuantizedTensor` alone, for weights that are kept in low precision.
         requires_grad: which copies the backward will need; see :func:`functional_te.plan`.
@@ -147,7 +147,9 @@ def quantize_params(
     """
     block = as_chain(block)
     plan = make_plan(block, recipe=recipe, requires_grad=requires_grad, backend=backend)
-    check_state(plan, state)
+    weights = {(index, name) for index, name in plan.param_slots}
+    if state is not None or any(place in weights for place in plan.observes):
+        check_state(plan, state)
     amaxes, cast = {}, [dict(own) for own in params]
     for step in plan.forward:
         for index, pairs in zip(step.indices, step.quantizers, strict=True):
@@ -304,7 +306,7 @@ def vjp(
     after_forward = fold_amaxes(state, outcome.amaxes)
 
     def pullback(grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Grads:
-        _check_grads(block, outcome, grad_output, grad_extra_outputs)
+        check_grads(block, outcome, grad_output, grad_extra_outputs)
         with torch.no_grad():
             back = backward_pass(plan, outcome.saved, state, grad_output, grad_extra_outputs)
         grads = tuple(
@@ -315,7 +317,8 @@ def vjp(
     return ApplyResult(outcome.output, outcome.extra_outputs, after_forward), pullback
 
 
-def _check_grads(block: Chain, outcome: Any, grad_output: Any, grad_extra_outputs: tuple[Any, ...]) -> None:
+def check_grads(block: Chain, outcome: Any, grad_output: Any, grad_extra_outputs: tuple[Any, ...]) -> None:
+    """Raise unless the gradients given to a pullback fit the outputs of its forward."""
     if len(grad_extra_outputs) > len(block.extra_outputs):
         raise value_error(
             "pullback", "grad_extra_outputs", f"at most {len(block.extra_outputs)}", len(grad_extra_outputs)

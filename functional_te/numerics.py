@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from functional_te import pytree
-from functional_te.api import Block, State, _check_grads, bind_kwargs
+from functional_te.api import Block, State, bind_kwargs, check_grads
 from functional_te.chain import Chain, as_chain
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import Plan
@@ -184,7 +184,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def numerics(  # noqa: PLR0913 - the options of fte.vjp
+def numerics(
     block: Block,
     params: Any,
     x: Any,
@@ -237,7 +237,7 @@ def numerics(  # noqa: PLR0913 - the options of fte.vjp
         if backward:
             grad, *extras = (grad_output or (None,)) if isinstance(grad_output, tuple) else (grad_output,)
             grad = _default_gradient(outcome.output) if grad is None else grad
-            _check_grads(block, outcome, grad, tuple(extras))
+            check_grads(block, outcome, grad, tuple(extras))
             backward_pass(watched, outcome.saved, state, grad, tuple(extras))
     return Numerics(entries=watch.entries())
 

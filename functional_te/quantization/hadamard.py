@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from functional_te._errors import value_error
+
 __all__ = ["GROUP", "SIGNS", "hadamard", "hadamard_inverse", "hadamard_matrix"]
 
 GROUP = 16
@@ -33,6 +35,9 @@ def hadamard(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         x: float values of any shape and strides; the size of ``dim`` is a multiple of 16.
         dim: the dimension that the groups run along. The result is contiguous: for the transform of a transposed
             matrix, ``hadamard(x, dim=0).T`` is several times quicker than ``hadamard(x.T)``.
+
+    Raises:
+        ValueError: the size of ``dim`` is not a multiple of 16.
     """
     values = [v * (sign / 4) for v, sign in zip(_split(x, dim), SIGNS, strict=True)]
     return _join(_butterfly(values), x, dim)
@@ -54,6 +59,8 @@ def _butterfly(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 def _split(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
     """The 16 members of all groups as float32."""
     dim = dim % x.dim()
+    if x.shape[dim] % GROUP != 0:
+        raise value_error("hadamard", "x", f"a multiple of {GROUP} values along dimension {dim}", x.shape[dim])
     groups = x.unflatten(dim, (x.shape[dim] // GROUP, GROUP))
     return [member.to(torch.float32) for member in groups.unbind(dim + 1)]
 

@@ -1,6 +1,6 @@
 """MXFP8: the pure math of casts with one E8M0 scale byte per block of 32.
 
-A byte ``b`` means ``2**(b - 127)``, 255 means NaN. Scales are rounded up, so no finite element ever saturates.
+A byte ``b`` means ``2**(b - 127)``, 255 means NaN. Scales are rounded up, so no finite element saturates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 
 from functional_te.quantization.formats import max_value
-from functional_te.quantization.fp8_block import amax_of_tiles, block_grid, cast_tiles, spread, transposed
+from functional_te.quantization.fp8_block import block_grid, cast_tiles, spread, with_amax
 
 __all__ = ["BLOCK", "block_grid", "mx_cast", "mx_decode"]
 
@@ -18,7 +18,7 @@ BLOCK = 32
 
 _INFINITY = 0x7F800000  # bits of float32 infinity; those of NaN are larger
 _MANTISSA = 0x007FFFFF
-_SMALL = 0x00400000  # bits of 2**-127, which is subnormal
+_SMALLEST = 0x00400000  # bits of 2**-127, which is subnormal
 _NAN = 0x7FC00000
 
 
@@ -30,8 +30,8 @@ def mx_cast(
     The byte is ``127 + ceil(log2(amax / limit))``, exact and at least 0; an amax of infinity gives 254, of NaN 255.
     The data are ``x * 2**(127 - byte)``, saturated. So in a tile that holds an infinity, infinities become the limit
     and the others are multiplied by ``2**-127``; a tile that holds a NaN becomes NaN as a whole. The formula is that
-    of Transformer Engine's ``MXFP8BlockScaling``, not the rounding down of the OCP specification, "Microscaling
-    Formats (MX)", 2023.
+    of Transformer Engine's MXFP8BlockScaling, which differs from the rounding down of the OCP specification,
+    "Microscaling Formats (MX)", 2023.
 
     Args:
         x: float32, float16 or bfloat16 ``[M, K]`` of any strides and sizes.
@@ -43,11 +43,9 @@ def mx_cast(
         The data, contiguous, of shape ``[R, C]``, that of ``x`` or of ``x.T``; and the scale bytes, uint8
         ``[ceil(R / tile[0]), ceil(C / tile[1])]``, contiguous.
     """
-    tile = tile[::-1] if transpose else tile
-    byte = _byte_of(amax_of_tiles(x, tile), max_value(dtype))
-    data = cast_tiles(x, _power_of_2(254 - byte), dtype, tile, transpose)
-    scale = byte.to(torch.uint8)
-    return data, transposed(scale) if transpose else scale
+    x, amax = with_amax(x, tile, transpose)
+    byte = _byte_of(amax, max_value(dtype))
+    return cast_tiles(x, _power_of_2(254 - byte), dtype, tile), byte.to(torch.uint8)
 
 
 def mx_decode(data: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
@@ -57,11 +55,11 @@ def mx_decode(data: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) ->
 
 
 def _byte_of(amax: torch.Tensor, limit: float) -> torch.Tensor:
-    """Scale bytes, as int32, of float32 ``amax``; the limit is ``1.75 * 2**n`` in both formats."""
+    """Scale bytes, as int32, of float32 ``amax``."""
     fraction, exponent = math.frexp(limit)
-    bits = amax.view(torch.int32)
-    # a mantissa above that of the limit carries into the exponent: division and ceil(log2()) without rounding
-    mantissa = int((2.0 * fraction - 1.0) * (_MANTISSA + 1))
+    mantissa = round((2.0 * fraction - 1.0) * (_MANTISSA + 1))
+    bits = amax.view(torch.int32) & 0x7FFFFFFF  # a NaN may have either sign
+    # a mantissa above that of the limit carries into the exponent: divides and rounds log2 up without an error
     byte = ((bits + (_MANTISSA - mantissa)) >> 23) - (exponent - 1)
     byte = torch.where(bits < _INFINITY, byte.clamp(min=0), 254)
     return torch.where(bits > _INFINITY, 255, byte)
@@ -69,5 +67,5 @@ def _byte_of(amax: torch.Tensor, limit: float) -> torch.Tensor:
 
 def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
     """Float32 ``2**(exponent - 127)`` of int32 exponents 0 to 254; NaN outside of them."""
-    bits = torch.where(exponent == 0, _SMALL, exponent << 23)
+    bits = torch.where(exponent == 0, _SMALLEST, exponent << 23)
     return torch.where((exponent < 0) | (exponent > 254), _NAN, bits).view(torch.float32)

@@ -39,9 +39,11 @@ E2M1_MAX = 6.0
 
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Two codes to a byte: uint8 ``[..., C]`` below 16 to uint8 ``[..., C / 2]``, the first code in the low nibble."""
+    if codes.numel() == 0:  # view() refuses it
+        return codes.new_empty((*codes.shape[:-1], codes.shape[-1] // 2))
     # a pair of bytes as one integer: Inductor writes the codes out once instead of computing both halves apart
-    pairs = codes.clone(memory_format=torch.contiguous_format).flatten().view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
+    pairs = codes.clone(memory_format=torch.contiguous_format).view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
@@ -78,10 +80,10 @@ def cast_e2m1_stochastic(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """The float32 values of E2M1 codes."""
+    """The float32 values of E2M1 codes (uint8, 0 to 15)."""
     code = (codes & 7).to(torch.float32)
     magnitude = torch.maximum(torch.maximum(code * 0.5, code - 2), code * 2 - 8)
-    return torch.where(codes > 7, -magnitude, magnitude)
+    return magnitude * (1 - 2 * (codes >> 3).to(torch.float32))
 
 
 def _clamped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +92,7 @@ def _clamped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The code of a magnitude ``m`` of E2M1 is ``2 m`` up to 2, ``m + 2`` up to 4, ``m / 2 + 4`` up to 6; each line is the
     lowest of the three where it holds. Between E2M1 numbers the same lines tell how far the next one is.
     """
-    x = torch.where(x == x, x, E2M1_MAX)
+    x = torch.where(x == x, x, E2M1_MAX)  # Inductor does not vectorize isnan()
     return x, x.abs().clamp(max=E2M1_MAX)
 
 
@@ -159,7 +161,7 @@ def nvfp4_cast(
         ValueError: ``C`` is not a multiple of 16, or an option is unknown or excludes another.
     """
     tiling = _Tiling(dim=0 if transpose else 1, height=tile[0], rows=x.shape[1 if transpose else 0])
-    _check_options(x.shape[tiling.dim], tile, bits, four_over_six)
+    _check_options(x.shape[tiling.dim], amax, tile, bits, four_over_six)
     blocks = tiling.blocks(x)
     amax = amax.unsqueeze(tiling.dim)
     block_amax = tiling.largest(blocks.to(torch.float32).abs().amax(tiling.dim + 1))
@@ -234,12 +236,16 @@ class _Tiling(NamedTuple):
         )
 
 
-def _check_options(size: int, tile: tuple[int, int], bits: torch.Tensor | None, four_over_six: str | None) -> None:
+def _check_options(
+    size: int, amax: torch.Tensor, tile: tuple[int, int], bits: torch.Tensor | None, four_over_six: str | None
+) -> None:
     where = "nvfp4_cast"
     if size % BLOCK != 0:
         raise value_error(where, "x", f"a multiple of {BLOCK} values along the blocks", size)
     if tile not in ((1, BLOCK), (BLOCK, BLOCK)):
         raise value_error(where, "tile", "(1, 16) or (16, 16)", tile)
+    if tile[0] > 1 and amax.shape[0] != 1:
+        raise value_error(where, "amax", "shape (1,) with a tile of 16 rows", tuple(amax.shape))
     if four_over_six not in (None, "MAE", "MSE"):
         raise value_error(where, "four_over_six", 'None, "MAE" or "MSE"', repr(four_over_six))
     if four_over_six is not None and bits is not None:

@@ -74,7 +74,7 @@ def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, limit: float, *, m
 
     An amax of 0, infinity or NaN keeps ``previous``; a quotient that overflows gives the largest float32.
     """
-    scale = divide(limit, amax) * 2.0**-margin
+    scale = divide(limit * 2.0**-margin, amax)
     usable = (amax > 0) & torch.isfinite(amax)
     return torch.where(usable, scale.clamp(max=FLOAT32_MAX), previous)
 

@@ -71,7 +71,8 @@ class HybridQuantizer(Quantizer):
             assert rowwise is not None
             if self.columnwise and self.columnwise_source == "rowwise_dequantized":
                 values, factor = own.decode(rowwise, False)
-                source = (values if factor is None else values * factor).reshape(x.shape).to(x.dtype)
+                # in float32: a compiler may drop a rounding to bfloat16 between two float32 steps
+                source = (values if factor is None else values * factor).reshape(x.shape)
         columnwise = self.of(True).with_usage(False, True).cast(source).columnwise if self.columnwise else None
         return Cast(rowwise if self.rowwise else None, columnwise)
 

@@ -107,7 +107,7 @@ class NVFP4Quantizer(Quantizer):
         if self.columnwise:
             padded = _pad_rows(matrix, BLOCK)
             if self.with_rht:
-                padded = hadamard(padded.t()).t()
+                padded = hadamard(padded, dim=0)
                 amax = amax_of(padded)
             elif self.rowwise and not self.row_scaled:
                 amax = amax.clone()
