@@ -74,9 +74,7 @@ def register_torch_pytree(kind: type[Any], children: tuple[str, ...], functions:
     )
 
 
-def wrapper(
-    cls: type[torch.Tensor], size: Any, stride: Any, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def wrapper(cls: type[torch.Tensor], size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of class ``cls`` without storage.
 
     Reason: the documentation of tensor subclasses names this function only.

@@ -22,7 +22,7 @@ from functional_te.recipes import Recipe, as_recipe
 if TYPE_CHECKING:
     from bridge.ops.operation import BasicOperation
 
-__all__ = ["quantized_model_init", "stored_weight"]
+__all__ = ["quantized_model_init", "stored", "stored_weight"]
 
 
 class _Init:
@@ -82,18 +82,23 @@ def stored_weight(module: BasicOperation, name: str, value: torch.Tensor) -> tor
 
     Parameters that are made again (materialized, reset) are stored as they were.
     """
-    stored = module.stored_quantizers
-    if name not in stored and _init.recipe is not None:
+    quantizers = module.stored_quantizers
+    if name not in quantizers and _init.recipe is not None:
         quantizer = weight_quantizers(module, _init.recipe).get(name)
         if quantizer is not None:
-            stored[name] = _without_state(quantizer)
-    if name not in stored:
+            quantizers[name] = _without_state(quantizer)
+    if name not in quantizers:
         return torch.nn.Parameter(value)
-    weight = torch.nn.Parameter(QuantizedWeight.from_quantized(quantize(value, stored[name])))
+    weight = torch.nn.Parameter(stored(value, quantizers[name]))
     if _init.keeps_values:
         assert isinstance(weight, QuantizedWeight)
         weight.set_high_precision_init_val(value.detach().to("cpu", copy=True))
     return weight
+
+
+def stored(value: torch.Tensor, quantizer: Quantizer) -> QuantizedWeight:
+    """The cast of ``value`` as a weight."""
+    return QuantizedWeight.from_quantized(quantize(value, quantizer))
 
 
 def _without_state(quantizer: Quantizer) -> Quantizer:

@@ -19,7 +19,7 @@ import torch
 
 from bridge import compat
 from bridge.state import write_state_
-from bridge.weight_cache import refresh_weights
+from bridge.weight_cache import refresh_known_weights
 from functional_te._errors import type_error
 from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.state import DelayedScalingState, update_scale
@@ -42,7 +42,7 @@ class _Active:
     Attributes:
         depth: how many contexts are open.
         recipe: the recipe of the innermost enabled one, or None.
-        cache_weights: whether the outermost context keeps casts of weights.
+        cache_recipe: the recipe of the outermost context if it keeps casts of weights, else None.
         closed: modules whose step was closed inside the graph being traced; None if the outermost context was not
             entered inside a graph.
     """
@@ -51,7 +51,7 @@ class _Active:
         self.depth = 0
         self.recipe: Recipe | None = None
         self.closed: list[Any] | None = None
-        self.cache_weights = False
+        self.cache_recipe: Recipe | None = None
 
 
 _active = _Active()
@@ -74,8 +74,8 @@ def active_recipe() -> Recipe | None:
 
 
 def reads_weight_casts() -> bool:
-    """Whether modules may read the casts of weights that were made on entry of the outermost context."""
-    return _active.cache_weights
+    """Whether modules may read casts of weights that are kept: those of the outermost context's recipe."""
+    return _active.cache_recipe is not None and _active.cache_recipe is _active.recipe
 
 
 class autocast:
@@ -89,10 +89,10 @@ class autocast:
         calibrating: accepted for compatibility; no op uses it.
         recipe: a recipe, also one of Transformer Engine; None means :func:`default_recipe`.
         amax_reduction_group: must be None; amaxes are not yet agreed between ranks.
-        cache_weights: keep a cast of every weight, made on entry of the outermost context if the weight has changed
-            since it was cast last: with gradient accumulation each weight is cast once per optimizer step. Costs the
-            memory of the casts. Weights may not be written to inside the context by compiled code. Without
-            effect if the outermost context is entered inside a compiled function.
+        cache_weights: keep the casts of the weights of modules that run inside, and cast them again on entry of the
+            outermost context if they have changed: with gradient accumulation each weight is cast once per optimizer
+            step. Costs the memory of the casts. Weights may not be written to between entry and a compiled forward.
+            Without effect if the outermost context is entered inside a compiled function.
 
     Raises:
         TypeError: ``recipe`` is no recipe, or ``enabled`` no bool.
@@ -126,16 +126,18 @@ class autocast:
     def __enter__(self) -> autocast:
         if self._outer is not None:
             raise RuntimeError("autocast: this context is already open; make a second one to nest.")
-        self._outer = (_active.recipe, _active.closed)
+        outer = (_active.recipe, _active.closed)
         if _active.depth == 0:
             if torch.compiler.is_compiling():
                 _active.closed = []
             elif not compat.in_backward():
                 _close_step(self.recipe)
-                _active.cache_weights = self.cache_weights and self.recipe is not None
+                cache = self.recipe if self.cache_weights else None
                 for module in _holders:
-                    if module.weight_casts or _active.cache_weights:
-                        refresh_weights(module, self.recipe if self.cache_weights else None)
+                    if module.weight_casts or module.wants_casts:
+                        refresh_known_weights(module, cache)
+                _active.cache_recipe = cache
+        self._outer = outer
         _active.depth += 1
         _active.recipe = self.recipe
         return self
@@ -145,7 +147,7 @@ class autocast:
         _active.recipe, _active.closed = self._outer
         _active.depth -= 1
         if _active.depth == 0:
-            _active.cache_weights = False
+            _active.cache_recipe = None
         self._outer = None
 
 

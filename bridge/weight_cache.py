@@ -1,16 +1,20 @@
 """Casts of weights that are kept between the microbatches of an optimizer step.
 
-``autocast(cache_weights=True)`` casts every weight once, on entry of the outermost context, if it has changed since;
-the forwards inside read that cast. So it works in compiled code too, whose graphs then cast no weights at all.
+A module that runs inside of ``autocast(cache_weights=True)`` has its weights cast then, and again on entry of every
+later outermost context if they have changed since; its forwards read those casts. So it works in compiled code too,
+whose graphs then cast no weights at all.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bridge.quantized_weight import QuantizedWeight, quantized_of
+from functional_te._value import value_of
+from functional_te.fuser.plan import state_roles_of
 from functional_te.kernels import kernels, resolve_backend
 from functional_te.quantization.quantizers import Quantizer
 from functional_te.quantization.tensor import CachedWeight, QuantizedTensor, bind
@@ -19,7 +23,17 @@ from functional_te.recipes import Recipe, Role
 if TYPE_CHECKING:
     from bridge.ops.operation import BasicOperation
 
-__all__ = ["WeightCast", "cached_params", "refresh_weights", "weight_quantizers"]
+__all__ = [
+    "WeightCast",
+    "cached_params",
+    "modules_by_serial",
+    "refresh_known_weights",
+    "refresh_weights",
+    "weight_quantizers",
+]
+
+# modules with quantizers, by a name that traced code can pass
+modules_by_serial: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
 
 
 class WeightCast:
@@ -29,20 +43,22 @@ class WeightCast:
         quantized: the cast.
         quantizer: what it was made with.
         version: how often the parameter had been written to.
+        address: where its data were.
     """
 
-    __slots__ = ("parameter", "quantized", "quantizer", "version")
+    __slots__ = ("address", "parameter", "quantized", "quantizer", "version")
 
     def __init__(self, parameter: torch.Tensor, quantizer: Quantizer, quantized: QuantizedTensor) -> None:
         self.parameter = parameter
         self.version = parameter._version
+        self.address = parameter.data_ptr()
         self.quantizer = quantizer
         self.quantized = quantized
 
-    def is_of(self, parameter: torch.Tensor, quantizer: Quantizer) -> bool:
+    def is_of(self, parameter: torch.Tensor) -> bool:
         """Whether it is the cast of what the parameter holds now."""
-        own = self.parameter
-        return own is parameter and self.version == parameter._version and self.quantizer is quantizer
+        own, written = self.parameter, self.version != parameter._version
+        return own is parameter and not written and self.address == parameter.data_ptr()
 
 
 def _both_copies(quantizer: Quantizer) -> Quantizer:
@@ -70,6 +86,7 @@ def refresh_weights(module: BasicOperation, recipe: Recipe | None) -> None:
     if recipe is None:
         module.weight_casts = {}
         return
+    module.ensure_state(state_roles_of(module.op, recipe))
     casts: dict[str, WeightCast] = {}
     states = {role: state for role, _, state in module.named_states()}
     for name, quantizer in weight_quantizers(module, recipe).items():
@@ -77,7 +94,7 @@ def refresh_weights(module: BasicOperation, recipe: Recipe | None) -> None:
         known = module.weight_casts.get(name)
         if isinstance(parameter, QuantizedWeight) or parameter.device.type == "meta":
             continue
-        if known is not None and known.is_of(parameter, quantizer):
+        if known is not None and known.quantizer is quantizer and known.is_of(parameter):
             casts[name] = known
             continue
         state = states.get(name)
@@ -89,21 +106,53 @@ def refresh_weights(module: BasicOperation, recipe: Recipe | None) -> None:
     module.weight_casts = casts
 
 
-def cached_params(module: BasicOperation, params: Any, reads_casts: bool) -> Any:
+def refresh_known_weights(module: BasicOperation, recipe: Recipe | None) -> None:
+    """On entry of an outermost context: cast what has changed in a module that has run in such a context before."""
+    try:
+        refresh_weights(module, recipe if module.wants_casts else None)
+    except (ValueError, TypeError):  # the recipe does not fit; a forward, if there is one, says why
+        module.weight_casts = {}
+
+
+def _want(module: BasicOperation, recipe: Recipe) -> None:
+    if not module.wants_casts:
+        module.wants_casts = True
+        refresh_weights(module, recipe)
+
+
+@torch.compiler.assume_constant_result
+def _want_while_traced(names: str) -> bool:
+    """Cast the weights of a module that runs in such a context for the first time, for real, while a caller is traced.
+
+    Args:
+        names: ``module/recipe``: the module's serial and the recipe's uid.
+    """
+    serial, recipe = names.split("/")
+    _want(modules_by_serial[serial], value_of(recipe))
+    return True
+
+
+def cached_params(module: BasicOperation, params: Any, recipe: Recipe | None) -> Any:
     """The parameters of a module as its op takes them: with casts in the place of the weights that have one.
 
     Args:
         module: the module.
         params: its parameters by name.
-        reads_casts: whether casts kept between microbatches may be read.
+        recipe: the recipe whose casts, kept between microbatches, may be read, or None.
     """
+    compiling = torch.compiler.is_compiling()
+    if recipe is not None:
+        if compiling:
+            _want_while_traced(f"{module._serial}/{recipe.uid}")
+        else:
+            _want(module, recipe)
     changed: dict[str, Any] = {}
     for name in module.op.param_names:
         value = params[name]
         if isinstance(value, QuantizedWeight):
             changed[name] = CachedWeight(value=value, quantized=quantized_of(value), stored=True)
-        elif reads_casts:
+        elif recipe is not None:
             cast = module.weight_casts.get(name)
-            if cast is not None and (torch.compiler.is_compiling() or cast.version == value._version):
+            if cast is not None and (compiling or cast.is_of(value)):
                 changed[name] = CachedWeight(value=value, quantized=cast.quantized)
     return {**params, **changed} if changed else params

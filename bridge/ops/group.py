@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from bridge.autograd import run
 from bridge.compat import in_backward
 from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, reads_weight_casts
 from bridge.state import fold_amaxes_
-from bridge.weight_cache import cached_params
+from bridge.weight_cache import cached_params, modules_by_serial
 from functional_te._value import Table, value_of
 from functional_te.chain import Chain
 from functional_te.fuser.plan import plan as make_plan
@@ -25,7 +24,6 @@ __all__ = ["Group", "StateRoles", "modules_by_serial", "state_roles"]
 
 StateRoles = tuple[tuple[str, Quantizer], ...]
 
-modules_by_serial: weakref.WeakValueDictionary[str, BasicOperation] = weakref.WeakValueDictionary()
 # states made while a graph was traced
 _made = Table()
 
@@ -76,11 +74,12 @@ class Group:
         if not compiling:
             self.ran = True
         recipe = self._recipe()
-        reads_casts = recipe is not None and reads_weight_casts()
-        params = tuple([_params(module, reads_casts) for module in self.modules])
         if recipe is None:
+            params = tuple([_params(module, None) for module in self.modules])
             return run(self.block, params, x, extra_inputs, None, None, kwargs)[0]
         state = self._state(recipe)
+        casts = recipe if reads_weight_casts() else None
+        params = tuple([_params(module, casts) for module in self.modules])
         reads = state
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
@@ -138,9 +137,9 @@ class Group:
         )
 
 
-def _params(module: BasicOperation, reads_casts: bool) -> Any:
+def _params(module: BasicOperation, casts: Recipe | None) -> Any:
     """The op's parameters by name; attributes for those that a parametrization has replaced."""
     own = module._parameters
     names = module.op.param_names
     given = own if len(own) == len(names) else {name: getattr(module, name) for name in names}
-    return cached_params(module, given, reads_casts) if module.op.forward_quantizers else given
+    return cached_params(module, given, casts) if module.op.forward_quantizers else given

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from bridge.model_init import stored_weight
+from bridge.model_init import stored, stored_weight
 from bridge.ops import extra_state
-from bridge.ops.group import Group, StateRoles, modules_by_serial, state_roles
+from bridge.ops.group import Group, StateRoles, modules_by_serial
+from bridge.quantized_weight import QuantizedWeight
 from bridge.recipe_context import register_holder
 from bridge.weight_cache import WeightCast
 from functional_te._errors import type_error, value_error
-from functional_te.chain import Chain
+from functional_te.fuser.plan import state_roles_of
 from functional_te.ops import Op
 from functional_te.ops.op import FLOAT_DTYPES
 from functional_te.quantization.quantizers import Quantizer
@@ -104,6 +105,7 @@ class BasicOperation(FusibleOperation):
         self.observed = False
         # casts of weights kept between microbatches, and the quantizers of weights that are stored as casts
         self.weight_casts: dict[str, WeightCast] = {}
+        self.wants_casts = False
         self.stored_quantizers: dict[str, Quantizer] = {}
         if op.param_names:
             self._init_parameters(resolve_device(device), dtype)
@@ -240,6 +242,10 @@ class BasicOperation(FusibleOperation):
         kept = self.named_states()
         super()._apply(fn, recurse)
         self.weight_casts = {}
+        for name, quantizer in self.stored_quantizers.items():
+            parameter = self._parameters[name]
+            if parameter is not None and not isinstance(parameter, QuantizedWeight):  # to_empty() made it anew
+                setattr(self, name, torch.nn.Parameter(stored(parameter.detach(), quantizer), parameter.requires_grad))
         for role, _, old in kept:
             for field in dataclasses.fields(old):
                 name, tensor = f"{role}_{field.name}", getattr(old, field.name)
@@ -258,7 +264,10 @@ class BasicOperation(FusibleOperation):
             return
         if self._state_roles and not self._loaded:
             return
-        roles = state_roles(Chain((self.op,)), recipe)[0]
+        try:
+            roles = state_roles_of(self.op, recipe)
+        except (ValueError, TypeError):  # the recipe does not fit; a forward, if there is one, says why
+            return
         shapes = [
             [(role, state_type(q), getattr(q, "amax_history_len", 1)) for role, q in pairs]
             for pairs in (roles, self._state_roles)
@@ -290,7 +299,13 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the containers, which register themselves again."""
-        return {**super().__getstate__(), "_owners": [], "_captured": self._is_captured(), "weight_casts": {}}
+        return {
+            **super().__getstate__(),
+            "_owners": [],
+            "_captured": self._is_captured(),
+            "weight_casts": {},
+            "wants_casts": False,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the copy too."""

@@ -273,6 +273,13 @@ def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> Quantizers:
     return tuple(result)
 
 
+def state_roles_of(op: Op, recipe: Recipe) -> tuple[tuple[str, Quantizer], ...]:
+    """The (role, quantizer) pairs of an op that have state under a recipe, as in :attr:`Plan.state_roles`."""
+    block = as_chain(op)
+    pairs = (*_quantizers(block, recipe, "forward")[0], *_quantizers(block, recipe, "backward")[0])
+    return tuple(pair for pair in pairs if pair[1].stateful)
+
+
 def _check_sizes(block: Chain, quantizers: Quantizers) -> None:
     """Raise for features that no block divides."""
     for index, pairs in enumerate(quantizers):

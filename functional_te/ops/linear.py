@@ -48,7 +48,9 @@ class LinearForwardArgs:
         dtype: the compute dtype.
         save_input: whether the backward needs the input.
         save_weight: whether the backward needs the weight.
-        save_dense: whether the backward reads the operands as they were before the casts.
+        override: what the backward reads instead of the copies for low-precision products: an empty string (those
+            copies), ``"high_precision"`` (the operands before the casts) or ``"dequantized"`` (the rowwise copies).
+        dense_weight: the weight before its cast, if it came in cast and the backward reads it.
         backend: name of the kernel backend.
     """
 
@@ -60,7 +62,8 @@ class LinearForwardArgs:
     dtype: torch.dtype = pytree.static(default=torch.float32)
     save_input: bool = pytree.static(default=False)
     save_weight: bool = pytree.static(default=False)
-    save_dense: bool = pytree.static(default=False)
+    override: str = pytree.static(default="")
+    dense_weight: torch.Tensor | None = None
     backend: str = pytree.static(default="reference")
 
 
@@ -117,17 +120,22 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
         w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
         fresh_w = w
     aux = LinearSaved(
-        input_=for_backward(fresh_x) if args.save_input and not args.save_dense else None,
-        weight=for_backward(fresh_w) if args.save_weight and not args.save_dense else None,
+        input_=_for_backward(fresh_x, args.override) if args.save_input else None,
+        weight=_for_backward(fresh_w, args.override) if args.save_weight else None,
         dtype=args.dtype,
     )
     return x, w, aux, amaxes(input=amax_x, weight=amax_w)
 
 
-def for_backward(x: Any) -> Any:
-    """What of an operand the backward reads: of two copies the columnwise one."""
+def _for_backward(x: Any, override: str) -> Any:
+    """What of a fresh cast the backward reads: nothing if it reads high precision, else one of two copies."""
+    return None if override == "high_precision" else _one_copy(x, override)
+
+
+def _one_copy(x: Any, override: str) -> Any:
+    """Of two copies the one that the backward reads."""
     if isinstance(x, QuantizedTensor) and x.rowwise_data is not None and x.columnwise_data is not None:
-        return x.with_usage(rowwise=False, columnwise=True)
+        return x.with_usage(rowwise=override != "", columnwise=override == "")
     return x
 
 
@@ -139,7 +147,7 @@ def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes | None]:
         value, bound = getattr(args, name), getattr(args, f"{role}_quantizer")
         if bound is not None and not isinstance(value, QuantizedTensor):
             quantized, observed[role] = quantized_spec(value.with_(dtype=args.dtype), bound)
-            saved[name] = for_backward(quantized) if save and not args.save_dense else None
+            saved[name] = _for_backward(quantized, args.override) if save else None
     return LinearSaved(**saved, dtype=args.dtype), amaxes(**observed)
 
 
@@ -148,10 +156,20 @@ def saved_operands(args: Any, aux: LinearSaved) -> LinearSaved:
     if not args.save_input and not args.save_weight:
         return _NOTHING_FRESH[args.dtype]
     return LinearSaved(
-        input_=(for_backward(args.input_) if aux.input_ is None else aux.input_) if args.save_input else None,
-        weight=(args.weight if aux.weight is None else aux.weight) if args.save_weight else None,
+        input_=(_one_copy(args.input_, args.override) if aux.input_ is None else aux.input_)
+        if args.save_input
+        else None,
+        weight=_saved_weight(args, aux) if args.save_weight else None,
         dtype=args.dtype,
     )
+
+
+def _saved_weight(args: Any, aux: LinearSaved) -> Any:
+    if args.dense_weight is not None:
+        return args.dense_weight
+    if aux.weight is not None:
+        return aux.weight
+    return _one_copy(args.weight, args.override) if args.override else args.weight
 
 
 def _forward(args: LinearForwardArgs) -> FwdResult:
@@ -302,8 +320,10 @@ class BasicLinear(Op):
         backend: str = "reference",
     ) -> LinearForwardArgs:
         """The forward bundle."""
-        weight = params["weight"]
+        weight, dense_weight = params["weight"], None
         if isinstance(weight, CachedWeight):
+            if backward_override == "high_precision" and requires_grad.input and not weight.stored:
+                dense_weight = weight.value
             weight = weight.read("weight" in state)
         return LinearForwardArgs(
             input_=input_,
@@ -314,7 +334,9 @@ class BasicLinear(Op):
             dtype=weight.dtype if compute_dtype is None else compute_dtype,
             save_input=requires_grad.params[0],
             save_weight=requires_grad.input,
-            save_dense=backward_override == "high_precision",
+            # without quantizers, operands that come in cast are values: those of their rowwise copies
+            override=backward_override or ("" if state else "dequantized"),
+            dense_weight=dense_weight,
             backend=backend,
         )
 

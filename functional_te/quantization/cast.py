@@ -8,7 +8,7 @@ import torch
 
 from functional_te._errors import type_error, value_error
 from functional_te.quantization.quantizer import Quantizer
-from functional_te.quantization.state import update_amax
+from functional_te.quantization.state import state_type, update_amax
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor, bind
 
 __all__ = ["dequantize", "quantize", "quantize_bound"]
@@ -74,6 +74,9 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, state: Any = None) -> Any:
         )
     if not quantizer.stateful and state is not None:
         raise value_error(where, "state", "None for a quantizer without state", type(state).__name__)
+    kind = state_type(quantizer)
+    if kind is not None and not isinstance(state, kind):
+        raise type_error(where, "state", f"a {kind.__name__}", type(state).__name__)
     if not (quantizer.rowwise or quantizer.columnwise):
         raise value_error(where, "quantizer", "a rowwise or a columnwise copy", "none")
     multiple = features_multiple(quantizer)

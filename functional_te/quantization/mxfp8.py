@@ -10,7 +10,14 @@ import math
 import torch
 
 from functional_te.quantization.formats import max_value
-from functional_te.quantization.fp8_block import block_grid, cast_tiles, spread, with_amax
+from functional_te.quantization.fp8_block import (
+    amax_of_tiles,
+    block_grid,
+    cast_tiles,
+    decode_tiles,
+    pad_to_tiles,
+    transposed,
+)
 
 __all__ = ["BLOCK", "block_grid", "mx_cast", "mx_decode"]
 
@@ -43,15 +50,16 @@ def mx_cast(
         The data, contiguous, of shape ``[R, C]``, that of ``x`` or of ``x.T``; and the scale bytes, uint8
         ``[ceil(R / tile[0]), ceil(C / tile[1])]``, contiguous.
     """
-    x, amax = with_amax(x, tile, transpose)
-    byte = _byte_of(amax, max_value(dtype))
-    return cast_tiles(x, _power_of_2(254 - byte), dtype, tile), byte.to(torch.uint8)
+    tile = (tile[1], tile[0]) if transpose else tile  # of x
+    whole = pad_to_tiles(x, tile)
+    byte = _byte_of(amax_of_tiles(whole, tile), max_value(dtype))
+    data = cast_tiles(whole, _power_of_2(254 - byte), dtype, tile, (x.shape[0], x.shape[1]), transpose)
+    return data, transposed(byte.to(torch.uint8)) if transpose else byte.to(torch.uint8)
 
 
 def mx_decode(data: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """Float32 values ``[R, C]`` of FP8 ``data`` times ``2**(byte - 127)`` of each tile; NaN where the byte is 255."""
-    factor = _power_of_2(scale.to(torch.int32))
-    return data.to(torch.float32) * spread(factor, (data.shape[0], data.shape[1]), tile)
+    return decode_tiles(data, _power_of_2(scale.to(torch.int32)), tile)
 
 
 def _byte_of(amax: torch.Tensor, limit: float) -> torch.Tensor:

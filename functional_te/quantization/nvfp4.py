@@ -11,13 +11,14 @@ its block NaN, so the block decodes to NaN. A tensor whose amax is 0, infinity o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from functional_te._errors import value_error
 from functional_te.quantization.formats import max_value
-from functional_te.quantization.scaling import FLOAT32_MAX
+from functional_te.quantization.scaling import FLOAT32_MAX, divide, reciprocal
 
 __all__ = [
     "BLOCK",
@@ -39,17 +40,18 @@ E2M1_MAX = 6.0
 
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Two codes to a byte: uint8 ``[..., C]`` below 16 to uint8 ``[..., C / 2]``, the first code in the low nibble."""
-    if codes.numel() == 0:  # view() refuses it
-        return codes.new_empty((*codes.shape[:-1], codes.shape[-1] // 2))
-    # a pair of bytes as one integer: Inductor writes the codes out once instead of computing both halves apart
-    pairs = codes.clone(memory_format=torch.contiguous_format).view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    # A pair of bytes as one integer: Inductor writes the codes out once instead of computing both halves apart.
+    # as_strided, because Inductor may give the copy other strides, which a view as another dtype does not survive.
+    flat = codes.clone(memory_format=torch.contiguous_format).flatten()
+    pairs = flat.as_strided(flat.shape, (1,)).view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
     """Undo :func:`pack_fp4`: uint8 ``[..., C / 2]`` to codes, uint8 ``[..., C]``."""
-    pairs = data.to(torch.int16, memory_format=torch.contiguous_format)
-    return ((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)
+    flat = data.to(torch.int16).clone(memory_format=torch.contiguous_format).flatten()
+    pairs = (flat | (flat << 4)) & 0x0F0F
+    return pairs.as_strided(flat.shape, (1,)).view(torch.uint8).view(*data.shape[:-1], data.shape[-1] * 2)
 
 
 def cast_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +109,7 @@ def tensor_scale(amax: torch.Tensor, e4m3_max: float = 448.0) -> torch.Tensor:
     It brings the largest element to 6 and the scale of its block to ``e4m3_max``. A quotient that overflows gives the
     largest float32; an amax of 0, infinity or NaN gives 1.
     """
-    scale = (torch.full_like(amax, e4m3_max * E2M1_MAX) / amax).clamp(max=FLOAT32_MAX)
+    scale = divide(e4m3_max * E2M1_MAX, amax).clamp(max=FLOAT32_MAX)
     return torch.where(_usable(amax), scale, 1.0)
 
 
@@ -118,7 +120,7 @@ def tensor_factor(amax: torch.Tensor, e4m3_max: float = 448.0) -> torch.Tensor:
     reciprocal of the largest float32 (Transformer Engine lets it shrink further, so that there tensors with an amax
     below 8e-36 decode to less than they were).
     """
-    factor = (amax / torch.full_like(amax, e4m3_max * E2M1_MAX)).clamp(min=1 / FLOAT32_MAX)
+    factor = divide(amax, torch.full_like(amax, e4m3_max * E2M1_MAX)).clamp(min=1 / FLOAT32_MAX)
     return torch.where(_usable(amax), factor, 1.0)
 
 
@@ -160,7 +162,7 @@ def nvfp4_cast(
     Raises:
         ValueError: ``C`` is not a multiple of 16, or an option is unknown or excludes another.
     """
-    tiling = _Tiling(dim=0 if transpose else 1, height=tile[0], rows=x.shape[1 if transpose else 0])
+    tiling = _Tiling(dim=0 if transpose else 1, height=tile[0])
     _check_options(x.shape[tiling.dim], amax, tile, bits, four_over_six)
     blocks = tiling.blocks(x)
     amax = amax.unsqueeze(tiling.dim)
@@ -177,15 +179,15 @@ def nvfp4_cast(
             codes = cast_e2m1_stochastic(scaled, tiling.blocks(bits.T if transpose else bits))
     codes = codes.flatten(tiling.dim, tiling.dim + 1)
     if transpose:
-        codes, block_scale = codes.T, block_scale.T
-    return pack_fp4(codes), block_scale.contiguous()
+        codes, block_scale = _in_memory(codes).T, block_scale.T
+    return pack_fp4(codes[: x.shape[1 - tiling.dim]]), block_scale.contiguous()
 
 
 def nvfp4_decode(data: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int] = (1, BLOCK)) -> torch.Tensor:
     """The values ``q * s`` of :func:`nvfp4_cast`, float32 ``[R, C]``; exact, and without :func:`tensor_factor`."""
-    tiling = _Tiling(dim=1, height=tile[0], rows=data.shape[0])
-    blocks = tiling.blocks(decode_e2m1(unpack_fp4(data)))
-    return (blocks * tiling.each_row(scale.to(torch.float32))).flatten(1)
+    tiling = _Tiling(dim=1, height=tile[0])
+    blocks = decode_e2m1(tiling.blocks(unpack_fp4(data)))
+    return (blocks * tiling.each_row(scale.to(torch.float32))).flatten(1)[: data.shape[0]]
 
 
 class _Tiling(NamedTuple):
@@ -198,19 +200,21 @@ class _Tiling(NamedTuple):
 
     dim: int  # of x, along which blocks run; the rows of A run along the other
     height: int  # of a tile, in rows of A
-    rows: int
 
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """Elements by block."""
+        """Elements by block; rows of zeros fill up the last tile."""
+        if self.height > 1:
+            missing = -x.shape[1 - self.dim] % self.height
+            x = torch.constant_pad_nd(x, (0, 0, 0, missing) if self.dim else (0, missing))
         return x.unflatten(self.dim, (x.shape[self.dim] // BLOCK, BLOCK))
 
     def largest(self, per_block: torch.Tensor) -> torch.Tensor:
         """The largest value of each tile."""
         return per_block if self.height == 1 else self._split_rows(per_block).amax(2 - self.dim)
 
-    def total(self, elements: torch.Tensor) -> torch.Tensor:
-        """The sum of each tile in one fixed order: along each block, then rows by halves."""
-        per_block = functools.reduce(torch.add, elements.unbind(self.dim + 1))
+    def total(self, elements: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of each tile, given the 16 elements of all blocks: along each block one by one, then rows by halves."""
+        per_block = functools.reduce(torch.add, elements)
         if self.height == 1:
             return per_block
         axis = 2 - self.dim
@@ -223,17 +227,12 @@ class _Tiling(NamedTuple):
     def each_row(self, per_tile: torch.Tensor) -> torch.Tensor:
         """What each tile has, to broadcast against elements."""
         if self.height > 1:
-            per_tile = per_tile.repeat_interleave(self.height, 1 - self.dim).narrow(1 - self.dim, 0, self.rows)
+            per_tile = per_tile.repeat_interleave(self.height, 1 - self.dim)
         return per_tile.unsqueeze(self.dim + 1)
 
     def _split_rows(self, per_block: torch.Tensor) -> torch.Tensor:
-        """Rows by tile; the last tile is filled up with zeros."""
-        tiles = (self.rows + self.height - 1) // self.height
-        shape = list(per_block.shape)
-        shape[1 - self.dim] = tiles * self.height - self.rows
-        return torch.cat((per_block, per_block.new_zeros(shape)), 1 - self.dim).unflatten(
-            1 - self.dim, (tiles, self.height)
-        )
+        rows = per_block.shape[1 - self.dim]
+        return per_block.unflatten(1 - self.dim, (rows // self.height, self.height))
 
 
 def _check_options(
@@ -252,6 +251,11 @@ def _check_options(
         raise value_error(where, "bits", "None with four_over_six, which compares deterministic casts", "a tensor")
 
 
+def _in_memory(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself. Inductor writes it out here; it would compute it anew in every place that reads it."""
+    return x.as_strided(x.shape, x.stride())
+
+
 def _as_scale(scale: torch.Tensor) -> torch.Tensor:
     """Positive float32 to E4M3, saturating. The sign of a NaN, which differs between vector units, is cleared."""
     return scale.clamp(max=max_value(torch.float8_e4m3fn)).abs().to(torch.float8_e4m3fn)
@@ -259,8 +263,8 @@ def _as_scale(scale: torch.Tensor) -> torch.Tensor:
 
 def _scaled(blocks: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor, tiling: _Tiling) -> torch.Tensor:
     """``blocks`` brought into the range of E2M1, float32."""
-    encode = (block_scale.to(torch.float32) * scale.reciprocal()).reciprocal().clamp(max=FLOAT32_MAX)
-    return blocks.to(torch.float32) * tiling.each_row(encode)
+    encode = reciprocal(block_scale.to(torch.float32) * reciprocal(scale)).clamp(max=FLOAT32_MAX)
+    return blocks.to(torch.float32) * tiling.each_row(_in_memory(encode))
 
 
 def _better_of_two(
@@ -272,18 +276,20 @@ def _better_of_two(
     values against ``blocks``, summed one by one in float32.
     """
     scale = tensor_scale(amax, e4m3_max)
-    base = block_amax / torch.full_like(block_amax, E2M1_MAX) * scale
-    amax = amax.unsqueeze(tiling.dim + 1)
+    base = divide(block_amax, torch.full_like(block_amax, E2M1_MAX)) * scale
     divisor = torch.full_like(amax, e4m3_max * E2M1_MAX)
+    error_of, inner = torch.square if measure == "MSE" else torch.abs, tiling.dim + 1
     candidates = []
     for stretch in (1.0, 1.5):
         block_scale = _as_scale(base * stretch)
-        codes = cast_e2m1(_scaled(blocks, block_scale, scale, tiling))
+        codes = _in_memory(cast_e2m1(_scaled(blocks, block_scale, scale, tiling)))
         per_tile = block_scale.to(torch.float32)
-        decoded = decode_e2m1(codes) * tiling.each_row(per_tile) * amax / divisor
-        difference = decoded - blocks.to(torch.float32)
-        error = tiling.total(difference * difference if measure == "MSE" else difference.abs())
-        candidates.append((codes, per_tile, error))
+        per_row = tiling.each_row(per_tile).squeeze(inner)
+        errors = [  # element by element: all at once would take eight bytes of memory for each
+            error_of(divide(decode_e2m1(code) * per_row * amax, divisor) - value.to(torch.float32))
+            for code, value in zip(codes.unbind(inner), blocks.unbind(inner), strict=True)
+        ]
+        candidates.append((codes, per_tile, tiling.total(errors)))
     (codes6, scale6, error6), (codes4, scale4, error4) = candidates
     take4 = error4 < error6
     codes = torch.where(tiling.each_row(take4), codes4, codes6)

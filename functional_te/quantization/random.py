@@ -10,6 +10,7 @@ word of its counter is a tag that says what a call is for, so the four functions
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ _ROUNDS = 10
 _TAG_BITS, _TAG_NEXT, _TAG_FOLD, _TAG_PATH = range(4)
 
 Word = Any  # a Python int or an int64 tensor, in [0, 2**32)
-Words = tuple[Word, Word, Word, Word]
 
 
-def philox_4x32(counter: Words, key: tuple[Word, Word]) -> Words:
+def philox_4x32(counter: Sequence[Word], key: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
     """Four random 32-bit words from four counter words and two key words, Philox-4x32-10.
 
     Words are Python ints or int64 tensors that broadcast. The integer math is exact: no product overflows int64.
@@ -74,7 +74,7 @@ def make_key(seed: int, *path: int, device: torch.device | str = "cpu") -> torch
             raise type_error("make_key", name, "an int", type(number).__name__)
         if not 0 <= number < 1 << 64:
             raise value_error("make_key", name, "an int in [0, 2**64)", number)
-    key = (seed & _MASK, seed >> 32)
+    key: Sequence[int] = (seed & _MASK, seed >> 32)
     for entry in path:
         key = philox_4x32((entry & _MASK, entry >> 32, 0, _TAG_PATH), key)[:2]
     return torch.tensor(key, dtype=torch.int64, device=device)
@@ -86,7 +86,8 @@ def next_key(key: torch.Tensor) -> torch.Tensor:
 
 
 def fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A key that depends on ``key`` and on the bits of ``data``, a float32 tensor ``[1]``."""
+    """A key that depends on ``key`` and on the bits of ``data``, a float32 tensor ``[1]``; every NaN counts as 0."""
+    data = torch.where(torch.isnan(data), 0.0, data)
     (bits,) = data.view(torch.int32).to(torch.int64).unbind()
     return torch.stack(philox_4x32((bits & _MASK, 0, 0, _TAG_FOLD), key.unbind())[:2])
 

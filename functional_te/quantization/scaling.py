@@ -10,6 +10,7 @@ import torch
 __all__ = [
     "FLOAT32_MAX",
     "amax_of",
+    "amax_of_rows",
     "current_scale",
     "delayed_scale",
     "divide",
@@ -48,25 +49,39 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-def current_scale(amax: torch.Tensor, limit: float, *, epsilon: float = 0.0, power_of_2: bool = False) -> torch.Tensor:
-    """Scale of per-tensor current scaling: ``limit / max(amax, epsilon)``.
+def amax_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same of every row of ``x [M, K]``: float32 ``[M]``."""
+    if x.shape[1] == 0:
+        return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+    return x.abs().amax(-1).to(torch.float32)
 
-    An amax of 0, infinity or NaN gives scale 1; a quotient that overflows gives the largest float32; with
-    ``power_of_2`` the mantissa is cleared, which rounds the scale down.
+
+def current_scale(
+    amax: torch.Tensor,
+    limit: float,
+    *,
+    epsilon: float = 0.0,
+    power_of_2: bool = False,
+    overflow: float = FLOAT32_MAX,
+) -> torch.Tensor:
+    """Scale of current and of block scaling: ``limit / max(amax, epsilon)``, rounded to nearest.
+
+    An amax of 0, infinity or NaN gives scale 1; a quotient that overflows gives ``overflow``; with ``power_of_2`` the
+    mantissa is cleared, which rounds the scale down.
 
     Args:
-        amax: float32 ``[1]``.
+        amax: float32 of any shape.
         limit: largest finite value of the element format.
         epsilon: floor of the amax.
         power_of_2: whether scales are powers of two.
+        overflow: what stands for an infinite quotient.
     """
     floored = amax.clamp(min=epsilon) if epsilon > 0.0 else amax
-    scale = divide(limit, floored).clamp(max=FLOAT32_MAX)
+    scale = divide(limit, floored)
+    scale = torch.where(torch.isinf(scale), overflow, scale)
     if power_of_2:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
-    usable = (floored > 0) & torch.isfinite(floored)
-    return torch.where(usable, scale, torch.ones_like(scale))
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where((floored > 0) & torch.isfinite(floored), scale, 1.0)
 
 
 def delayed_scale(amax: torch.Tensor, previous: torch.Tensor, limit: float, *, margin: int = 0) -> torch.Tensor:

@@ -71,7 +71,9 @@ class QuantizedTensor:
     @property
     def device(self) -> torch.device:
         """Where the data live."""
-        return self.data.device
+        data = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
+        assert data is not None
+        return data.device
 
     @property
     def nbytes(self) -> int:
@@ -118,12 +120,17 @@ class QuantizedTensor:
         values, factor = self.quantizer.decode(other, not columnwise)
         return values.t(), factor
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool = False) -> torch.Tensor:
         """High precision values, computed in float32 and rounded once to ``dtype`` (default: the nominal dtype).
 
-        From the rowwise copy if there is one. A columnwise copy of transformed values is transformed back.
+        A columnwise copy of transformed values is transformed back.
+
+        Args:
+            dtype: dtype of the result.
+            columnwise: which copy to read, if both are there; the result has the logical shape and layout either way.
         """
-        columnwise = self.rowwise_data is None
+        if self.rowwise_data is None or self.columnwise_data is None:
+            columnwise = self.rowwise_data is None
         own = self.copy(columnwise)
         assert own is not None
         values, factor = self.quantizer.decode(own, columnwise)
@@ -131,7 +138,10 @@ class QuantizedTensor:
             values = (hadamard_inverse(values) if self.quantizer.rotates else values).t()
         if factor is not None:
             values = values * factor
-        return values.to(self.dtype if dtype is None else dtype).reshape(self.shape)
+        shape = self.shape
+        if columnwise and values.shape[0] != rows_of(shape):
+            values = values[: rows_of(shape)]
+        return values.to(self.dtype if dtype is None else dtype).reshape(shape)
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> QuantizedTensor:
         """The tensor with these copies only; nothing is computed, and the quantizer stays.
@@ -223,7 +233,7 @@ class QuantizedTensor:
             own = self.quantizer.of(True)
             width = 1 if own.tile is None else own.tile[1]
             _check_bounds(first, last, rows, width)
-            padded = own.token_multiple * (-(-last // own.token_multiple)) if last == rows else last
+            padded = own.token_multiple * (-(-last // own.token_multiple)) if first < last == rows else last
             changes["columnwise_data"] = column.data[:, first // own.packing : padded // own.packing]
             if own.tile is not None:
                 changes["columnwise_scale_inv"] = column.scale_inv[:, _blocks(first, last, width)]
@@ -239,7 +249,7 @@ def _unpacked(shape: tuple[Any, ...], packing: int) -> tuple[Any, ...]:
 
 
 def _blocks(first: int, last: int, size: int) -> slice:
-    return slice(first // size, -(-last // size))
+    return slice(first // size, -(-last // size)) if first < last else slice(0, 0)
 
 
 def _check_bounds(first: int, last: int, rows: int, size: int) -> None:

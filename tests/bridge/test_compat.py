@@ -150,7 +150,10 @@ def test_register_torch_pytree() -> None:
     )
     assert compat.is_torch_pytree(Pair)
     with_paths, spec = torch.utils._pytree.tree_flatten_with_path([Pair(1, 2, "a")])
-    assert [(torch.utils._pytree.keystr(path), value) for path, value in with_paths] == [("[0].left", 1), ("[0].right", 2)]
+    assert [(torch.utils._pytree.keystr(path), value) for path, value in with_paths] == [
+        ("[0].left", 1),
+        ("[0].right", 2),
+    ]
     (again,) = torch.utils._pytree.tree_unflatten([3, 4], spec)
     assert (type(again), again.left, again.right, again.name) == (Pair, 3, 4, "a")
     loaded = torch.utils._pytree.treespec_loads(torch.utils._pytree.treespec_dumps(spec))

@@ -465,7 +465,7 @@ def test_a_quantizer_that_no_file_can_name_is_refused():
         pass
 
     weight = weight_of(Own(dtype=torch.float8_e4m3fn))
-    with pytest.raises(TypeError, match="expected .*a quantizer among .*got Own"):
+    with pytest.raises(TypeError, match=r"expected .*a quantizer among .*got Own"):
         pickle.dumps(weight)
 
 

@@ -18,6 +18,8 @@ def pytest_collection_modifyitems(items):
         if not item.path.is_relative_to(HERE):
             continue
         item.add_marker(pytest.mark.gpu)
+        # PyTorch's own: a backward thread that is the first to call cuBLAS makes the context it needs
+        item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"))
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
 

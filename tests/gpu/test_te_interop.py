@@ -136,7 +136,9 @@ def test_to_transformer_engine(name, shape):
 def test_one_copy(name):
     make, _ = FORMATS[name]
     maker = make(E4M3)
-    for rowwise, columnwise in ((True, False), (False, True)):
+    # Transformer Engine makes no columnwise copy alone of per-tensor formats
+    directions = ((True, False),) if name in ("current", "delayed") else ((True, False), (False, True))
+    for rowwise, columnwise in directions:
         maker.set_usage(rowwise=rowwise, columnwise=columnwise)
         q = from_transformer_engine(maker(data((128, 256))))
         assert (q.rowwise_data is not None, q.columnwise_data is not None) == (rowwise, columnwise)

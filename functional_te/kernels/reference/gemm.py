@@ -1,9 +1,10 @@
 """Matrix products of a linear layer. Operands are tensors or quantized tensors, any number of leading dimensions.
 
 Low-precision operands are multiplied as a tensor core does: exact products of the decoded values, float32
-accumulation, then the factors that the formats leave for the end, then one rounding. The names say which side is
-transposed: ``nt`` is ``a @ b.T`` (forward), ``nn`` is ``a @ b`` (input gradient), ``tn`` is ``a.T @ b`` (weight
-gradient). Of two quantized operands every product reads the copies that reduce over their last dimension.
+accumulation, then the factors that the formats leave for the end, then one rounding. An operand whose other one is in
+high precision is dequantized. The names say which side is transposed: ``nt`` is ``a @ b.T`` (forward), ``nn`` is
+``a @ b`` (input gradient), ``tn`` is ``a.T @ b`` (weight gradient). Of quantized operands every product reads the
+copies that reduce over their last dimension.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ __all__ = ["gemm_nn", "gemm_nt", "gemm_tn"]
 Operand = torch.Tensor | QuantizedTensor
 
 
-def _dense(x: Operand, dtype: torch.dtype) -> torch.Tensor:
+def _dense(x: Operand, dtype: torch.dtype, columnwise: bool = False) -> torch.Tensor:
     if isinstance(x, QuantizedTensor):
-        return x.dequantize(dtype)
+        return x.dequantize(dtype, columnwise=columnwise)
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -94,7 +95,7 @@ def gemm_nn(a: Operand, b: Operand, *, dtype: torch.dtype, add: torch.Tensor | N
         y = _quantized_product(a, False, b, True, dtype)
         y = y.reshape(*a.shape[:-1], y.shape[-1])
     else:
-        left, right = _dense(a, dtype), _dense(b, dtype)
+        left, right = _dense(a, dtype), _dense(b, dtype, True)
         if add is not None and left.dim() == 2 and add.dtype is dtype:
             return torch.addmm(add, left, right)
         y = torch.matmul(left, right)
@@ -105,7 +106,7 @@ def gemm_tn(a: Operand, b: Operand, *, dtype: torch.dtype) -> torch.Tensor:
     """``a.T @ b`` over the flattened leading dimensions: ``[..., N], [..., K]`` gives ``[N, K]`` in ``dtype``."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         return _quantized_product(a, True, b, True, dtype)
-    left, right = _rows(_dense(a, dtype)), _rows(_dense(b, dtype))
+    left, right = _rows(_dense(a, dtype, True)), _rows(_dense(b, dtype, True))
     if left.shape[0] != right.shape[0]:  # one of them has only the padded columnwise copy
         tokens = min(left.shape[0], right.shape[0])
         left, right = left[:tokens], right[:tokens]

@@ -18,7 +18,7 @@ from functional_te.quantization.hadamard import hadamard
 from functional_te.quantization.nvfp4 import BLOCK, E2M1_MAX, nvfp4_cast, nvfp4_decode, tensor_factor
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
 from functional_te.quantization.random import fold_in, random_bits
-from functional_te.quantization.scaling import amax_of
+from functional_te.quantization.scaling import amax_of, amax_of_rows
 
 __all__ = ["NVFP4Quantizer"]
 
@@ -101,7 +101,7 @@ class NVFP4Quantizer(Quantizer):
             # other data, other bits: microbatches of one step do not share their rounding errors
             key = fold_in(key, amax)
         if self.rowwise:
-            own = matrix.abs().amax(-1).to(torch.float32) if self.row_scaled else amax
+            own = amax_of_rows(matrix) if self.row_scaled else amax
             data, scales = self._blocks(matrix, own, key, False)
             row = Copy(data.view(*x.shape[:-1], data.shape[-1]), scales, own)
         if self.columnwise:

@@ -74,7 +74,7 @@ class Float8BlockScaling(Recipe):
         check_role_settings(where, self)
         check_override(where, self.backward_override)
         for name in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"):
-            if getattr(self, name) not in (1, 2):
+            if type(getattr(self, name)) is not int or getattr(self, name) not in (1, 2):
                 raise value_error(where, name, "1 or 2", getattr(self, name))
         x, w, grad = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
         for one, other, product in ((x, w, "x and w"), (grad, w, "grad and w"), (x, grad, "x and grad")):

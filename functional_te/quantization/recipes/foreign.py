@@ -101,11 +101,15 @@ class _ForeignFactory(Value):
 
     def __call__(self, role: Role) -> Quantizer | IdentityQuantizer | None:
         made = self.function(role)
-        return as_quantizer(made) if is_foreign(made) else made
+        return as_quantizer(made, role) if is_foreign(made) else made
 
 
-def as_quantizer(value: Any) -> Quantizer | IdentityQuantizer:
+def as_quantizer(value: Any, role: Role | None = None) -> Quantizer | IdentityQuantizer:
     """A quantizer (or a request for delayed scaling) of Transformer Engine as a value of this library.
+
+    Args:
+        value: the object.
+        role: what it is for; a request names a format, whose types depend on that.
 
     Raises:
         TypeError: an unknown class.
@@ -113,6 +117,8 @@ def as_quantizer(value: Any) -> Quantizer | IdentityQuantizer:
     name = type(value).__name__
     if name not in _QUANTIZERS:
         raise type_error("recipe", "quantizer", f"one of {sorted(_QUANTIZERS)}", name)
+    if name == "DelayedScalingRequest":
+        return _delayed(value, role)
     return _QUANTIZERS[name](value)
 
 
@@ -131,9 +137,10 @@ def _current(value: Any) -> Quantizer:
     )
 
 
-def _delayed(value: Any) -> Quantizer:
+def _delayed(value: Any, role: Role | None = None) -> Quantizer:
+    fmt = Format[value.fp8_format.name]
     return Float8DelayedScalingQuantizer(
-        dtype=Format[value.fp8_format.name].forward_dtype,
+        dtype=fmt.backward_dtype if role is not None and role.is_gradient else fmt.forward_dtype,
         margin=value.margin,
         amax_history_len=value.amax_history_len,
         amax_compute_algo=value.amax_compute_algo,
