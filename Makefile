@@ -78,6 +78,8 @@ endif
 
 bench: $(TEST_ENV)
 	$(BIN)/python -m tests.benchmarks.run $(ARGS)
+	$(BIN)/python -m tests.benchmarks.casts
+	$(BIN)/python -m tests.benchmarks.casts_nvfp4
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache \

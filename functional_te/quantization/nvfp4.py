@@ -40,18 +40,21 @@ E2M1_MAX = 6.0
 
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
     """Two codes to a byte: uint8 ``[..., C]`` below 16 to uint8 ``[..., C / 2]``, the first code in the low nibble."""
-    # A pair of bytes as one integer: Inductor writes the codes out once instead of computing both halves apart.
-    # as_strided, because Inductor may give the copy other strides, which a view as another dtype does not survive.
-    flat = codes.clone(memory_format=torch.contiguous_format).flatten()
-    pairs = flat.as_strided(flat.shape, (1,)).view(torch.int16)
+    # a pair of bytes as one integer: Inductor writes the codes out once instead of computing both halves apart
+    pairs = _flat(codes).view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
     """Undo :func:`pack_fp4`: uint8 ``[..., C / 2]`` to codes, uint8 ``[..., C]``."""
-    flat = data.to(torch.int16).clone(memory_format=torch.contiguous_format).flatten()
-    pairs = (flat | (flat << 4)) & 0x0F0F
-    return pairs.as_strided(flat.shape, (1,)).view(torch.uint8).view(*data.shape[:-1], data.shape[-1] * 2)
+    pairs = data.to(torch.int16)
+    codes = _flat((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)
+    return codes.view(*data.shape[:-1], data.shape[-1] * 2)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` with one dimension. as_strided, which has Inductor write it out first, in this order."""
+    return x.clone(memory_format=torch.contiguous_format).as_strided((x.numel(),), (1,))
 
 
 def cast_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +154,8 @@ def nvfp4_cast(
             the tile (1, 16).
         tile: the elements that share a scale, (1, 16) or (16, 16); the last tile of rows may be partial.
         e4m3_max: the block scale that the largest block gets.
-        bits: random integers in ``[0, 65536)``, ``[R, C]``, for stochastic rounding; None rounds to nearest even.
+        bits: random integers in ``[0, 65536)``, ``[R, C]``, for stochastic rounding; None rounds to nearest even. They
+            are the largest scratch of a cast: ``random_bits`` takes four bytes an element.
         four_over_six: None, or ``"MAE"`` or ``"MSE"``: try the block scale as it is and times 1.5, so that the
             largest element becomes 6 or 4, and keep what has the lower error; the first on a tie.
         transpose: whether ``A`` is ``x.T``.
@@ -213,7 +217,7 @@ class _Tiling(NamedTuple):
         return per_block if self.height == 1 else self._split_rows(per_block).amax(2 - self.dim)
 
     def total(self, elements: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of each tile, given the 16 elements of all blocks: along each block one by one, then rows by halves."""
+        """The sum of each tile from the 16 elements of all blocks: along each block one by one, then rows by halves."""
         per_block = functools.reduce(torch.add, elements)
         if self.height == 1:
             return per_block
@@ -267,6 +271,11 @@ def _scaled(blocks: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor
     return blocks.to(torch.float32) * tiling.each_row(_in_memory(encode))
 
 
+def _square(x: torch.Tensor) -> torch.Tensor:
+    """The square rounded to float32, in float64: a compiler would fuse a float32 product with the sum it goes into."""
+    return x.to(torch.float64).square().to(torch.float32)
+
+
 def _better_of_two(
     blocks: torch.Tensor, block_amax: torch.Tensor, amax: torch.Tensor, e4m3_max: float, measure: str, tiling: _Tiling
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,7 +287,7 @@ def _better_of_two(
     scale = tensor_scale(amax, e4m3_max)
     base = divide(block_amax, torch.full_like(block_amax, E2M1_MAX)) * scale
     divisor = torch.full_like(amax, e4m3_max * E2M1_MAX)
-    error_of, inner = torch.square if measure == "MSE" else torch.abs, tiling.dim + 1
+    error_of, inner = _square if measure == "MSE" else torch.abs, tiling.dim + 1
     candidates = []
     for stretch in (1.0, 1.5):
         block_scale = _as_scale(base * stretch)

@@ -18,7 +18,8 @@ __all__ = ["Float8CurrentScalingQuantizer", "Float8DelayedScalingQuantizer"]
 
 
 def _cast(quantizer: Quantizer, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> Cast:
-    data = saturating_cast(x.to(torch.float32) * scale.reshape(()), quantizer.dtype)
+    # as_strided keeps Inductor from computing the scale again for every vector of elements
+    data = saturating_cast(x.to(torch.float32) * scale.as_strided((), ()), quantizer.dtype)
     # a new tensor: saved context never aliases live state
     scale_inv = reciprocal(scale)
     row = Copy(data, scale_inv) if quantizer.rowwise else None
