@@ -98,7 +98,7 @@ class BasicOperation(FusibleOperation):
         self._state_roles: StateRoles = ()
         self._loaded = False
         # of the keys of stochastic rounding; drawn with the parameters
-        self._seed = 0
+        self._seed, self._keys_made = 0, 0
         # forward scales and keys as they were before a step was closed, until the next forward: for a recomputed one
         self.scales_before_close: dict[str, torch.Tensor] = {}
         # whether an eager forward that is no recomputation observed something that is not closed yet
@@ -204,7 +204,12 @@ class BasicOperation(FusibleOperation):
         )
 
     def ensure_state(self, roles: StateRoles) -> None:
-        """Make the state that ``roles`` need; a history of another length is cut, or padded with zeros."""
+        """Make the state that ``roles`` need.
+
+        What the quantizer of a role remembers stays if the new one remembers the same and has its element type; a
+        history of another length is cut, or padded with zeros. Else the role starts afresh, and so do all roles after
+        a recipe without their state.
+        """
         if self.has_state(roles):
             return
         known, device = dict(self._state_roles), self._state_device()
@@ -212,7 +217,10 @@ class BasicOperation(FusibleOperation):
         with torch.inference_mode(False), torch.no_grad():
             for role, quantizer in roles:
                 place = (*self.op.forward_quantizers, *self.op.backward_quantizers).index(role)
-                fresh = init_quantizer_state(quantizer, device, seed=self._seed, path=(place,))
+                # a key that is made again, after another recipe, is another one
+                path = (place, self._keys_made) if self._keys_made else (place,)
+                self._keys_made += quantizer.stochastic
+                fresh = init_quantizer_state(quantizer, device, seed=self._seed, path=path)
                 old = known.get(role)
                 if old is not None and old.dtype is quantizer.dtype and state_type(old) is state_type(quantizer):
                     own = self._state_of(role, old)

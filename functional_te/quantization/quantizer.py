@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from functional_te._errors import value_error
 from functional_te._value import Value
 from functional_te.quantization.formats import max_value
 
@@ -73,6 +74,10 @@ class Quantizer(Value):
     packing: ClassVar[int] = 1
     feature_multiple: ClassVar[int] = 1
     token_multiple: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise value_error(type(self).__name__, "dtype", "torch.float8_e4m3fn or torch.float8_e5m2", self.dtype)
 
     @property
     def stateful(self) -> bool:

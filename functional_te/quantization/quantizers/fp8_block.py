@@ -33,6 +33,7 @@ class Float8BlockQuantizer(Quantizer):
     block_scaling_dim: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
             raise value_error("Float8BlockQuantizer", "block_scaling_dim", "1 or 2", self.block_scaling_dim)
 

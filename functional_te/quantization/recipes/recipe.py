@@ -56,6 +56,9 @@ class MMParams(Value):
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        check_bools("MMParams", self, "use_split_accumulator")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QParams(Value):
@@ -74,6 +77,14 @@ class QParams(Value):
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        check_bools("QParams", self, "power_2_scale", "random_hadamard_transform", "stochastic_rounding")
+        check_bools("QParams", self, "fp4_2d_quantization")
+        if type(self.amax_epsilon) not in (int, float):
+            raise type_error("QParams", "amax_epsilon", "a number", repr(self.amax_epsilon))
+        if not 0 <= self.amax_epsilon < float("inf"):
+            raise value_error("QParams", "amax_epsilon", "a finite number of at least 0", self.amax_epsilon)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
