@@ -180,6 +180,8 @@ def _check_copies(plan: Plan, params: Any, x: Any) -> None:
     for index, name in plan.param_slots:
         param = params[index][name]
         given.append((index, name, param.quantized if isinstance(param, CachedWeight) else param))
+    if not torch.compiler.is_compiling():
+        _check_casts(plan, params)
     for index, name, value in given:
         if not isinstance(value, QuantizedTensor) or name not in block.ops[index].forward_quantizers:
             continue
@@ -189,6 +191,20 @@ def _check_copies(plan: Plan, params: Any, x: Any) -> None:
                 wanted = f"a quantized tensor with a {'columnwise' if direction else 'rowwise'} copy"
                 got = f"one of {type(value.quantizer).__name__} without"
                 raise value_error(where(block.ops, index), name, wanted, got, "See QuantizedTensor.requantize().")
+
+
+def _check_casts(plan: Plan, params: Any) -> None:
+    """Raise if a cached weight was cast for another recipe."""
+    for step in plan.forward:
+        for index, pairs in zip(step.indices, step.quantizers, strict=True):
+            for role, quantizer in pairs:
+                weight = params[index].get(role)
+                if not isinstance(weight, CachedWeight) or weight.stored:
+                    continue
+                made = weight.quantized.quantizer
+                if made.with_usage(True, True) is not quantizer.with_usage(True, True):
+                    fix = "Cast again for this recipe; see fte.quantize_params()."
+                    raise value_error(where(plan.chain.ops, index), role, f"a cast by {quantizer!r}", repr(made), fix)
 
 
 def _refuse_specs(block: Chain, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -> None:

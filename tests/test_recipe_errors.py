@@ -396,3 +396,21 @@ def test_a_cached_weight_without_the_copy_that_is_read() -> None:
         fte.apply(LINEAR, given, X, recipe=MXFP8BlockScaling()).output,
         fte.apply(LINEAR, PARAMS, X, recipe=MXFP8BlockScaling()).output,
     )
+
+
+def test_a_weight_that_was_cast_for_another_recipe() -> None:
+    block = fte.BasicLinear(64, 32)
+    params, x = fte.init(block), torch.randn(4, 64)
+    cast = fte.quantize_params(block, params, NVFP4BlockScaling())
+    wanted = r"op 0 \(BasicLinear\): weight: expected a cast by MXFP8Quantizer\(.*got NVFP4Quantizer\(.*quantize_params"
+    with pytest.raises(ValueError, match=wanted):
+        fte.apply(block, cast.params, x, recipe=MXFP8BlockScaling())
+    with pytest.raises(ValueError, match=wanted):
+        bridge.apply(block, cast.params, x, recipe=MXFP8BlockScaling())
+    torch.testing.assert_close(fte.apply(block, cast.params, x).output, x @ params[0]["weight"].T)
+
+
+@pytest.mark.parametrize("tensor", ["foo", "", None, "Weight"])
+def test_unknown_roles(tensor) -> None:
+    with pytest.raises(ValueError, match=r"Role: tensor: expected one of \('input', 'weight'"):
+        fte.recipes.Role("BasicLinear", tensor)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from functional_te._errors import type_error, value_error
+from functional_te._errors import kind_of, type_error, value_error
 from functional_te.quantization.quantizer import Quantizer
 from functional_te.quantization.state import state_type, update_amax
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor, bind
@@ -63,7 +63,7 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, state: Any = None) -> Any:
     """
     where = "quantize"
     if not isinstance(quantizer, Quantizer):
-        raise type_error(where, "quantizer", "a Quantizer", type(quantizer).__name__)
+        raise type_error(where, "quantizer", "a Quantizer", kind_of(quantizer))
     if not isinstance(x, torch.Tensor):
         raise type_error(where, "x", "a tensor", type(x).__name__)
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):

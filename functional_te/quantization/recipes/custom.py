@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from functional_te._errors import type_error, value_error
+from functional_te._errors import kind_of, type_error, value_error
 from functional_te.quantization.formats import Format
 from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, IdentityQuantizer, Quantizer
 from functional_te.quantization.recipes.recipe import Recipe, Role, check_bools, check_override
@@ -60,7 +60,7 @@ class CustomRecipe(Recipe):
             wanted = "a quantizer (IdentityQuantizer() keeps a role in high precision)"
             raise value_error("CustomRecipe", "qfactory", wanted, f"None for {role!r}")
         if not isinstance(made, (Quantizer, IdentityQuantizer)):
-            raise type_error("CustomRecipe", "qfactory", "a quantizer", f"{type(made).__name__} for {role!r}")
+            raise type_error("CustomRecipe", "qfactory", "a quantizer", f"{kind_of(made)} for {role!r}")
         if self.backward_override is not None and isinstance(made, Float8DelayedScalingQuantizer):
             raise value_error("CustomRecipe", "backward_override", "None with delayed scaling", self.backward_override)
         return made

@@ -70,7 +70,7 @@ def as_recipe(recipe: Any) -> Recipe | None:
     kind = _RECIPES.get(type(recipe).__name__)
     if kind is None or not is_foreign(recipe):
         wanted = "None or a recipe of functional_te.recipes or of transformer_engine.common.recipe"
-        raise type_error("recipe", "recipe", wanted, kind_of(recipe))
+        raise type_error("plan", "recipe", wanted, kind_of(recipe))
     fields = {}
     for field in dataclasses.fields(kind):
         present = field.name in vars(recipe) if field.name.startswith("fp8_quant_") else hasattr(recipe, field.name)

@@ -12,6 +12,7 @@ from functional_te.quantization.quantizer import IdentityQuantizer, Quantizer
 
 __all__ = ["MMParams", "QParams", "Recipe", "Role", "check_bools", "check_format", "check_override", "check_products"]
 
+_TENSORS = ("input", "weight", "output", "grad_output", "grad_input")
 # how other libraries call the ops that own quantizers
 _MODULE_TYPES = {"BasicLinear": "linear", "GroupedLinear": "grouped_linear"}
 
@@ -22,13 +23,20 @@ class Role(Value):
 
     Attributes:
         op: class name of the op, for example ``"BasicLinear"``.
-        tensor: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        tensor: ``"input"``, ``"weight"``, ``"output"``, ``"grad_output"`` or ``"grad_input"``.
         name: the op's own name, or an empty string.
+
+    Raises:
+        ValueError: another tensor.
     """
 
     op: str
     tensor: str
     name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tensor not in _TENSORS:
+            raise value_error("Role", "tensor", f"one of {_TENSORS}", repr(self.tensor))
 
     @property
     def module_type(self) -> str:
