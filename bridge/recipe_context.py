@@ -19,7 +19,7 @@ import torch
 
 from bridge import compat
 from bridge.state import write_state_
-from bridge.weight_cache import refresh_known_weights
+from bridge.weight_cache import count_optimizer_steps, refresh_known_weights
 from functional_te._errors import type_error
 from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.state import DelayedScalingState, update_scale
@@ -91,7 +91,9 @@ class autocast:
         amax_reduction_group: must be None; amaxes are not yet agreed between ranks.
         cache_weights: keep the casts of the weights of modules that run inside, and cast them again on entry of the
             outermost context if they have changed: with gradient accumulation each weight is cast once per optimizer
-            step. Costs the memory of the casts. Weights may not be written to between entry and a compiled forward.
+            step. Costs the memory of the casts. Weights may not be written to between entry and a compiled forward,
+            nor through ``.data``. With delayed scaling a kept cast keeps its scale, where casting again would use the
+            next one.
             Without effect if the outermost context is entered inside a compiled function.
 
     Raises:
@@ -133,6 +135,8 @@ class autocast:
             elif not compat.in_backward():
                 _close_step(self.recipe)
                 cache = self.recipe if self.cache_weights else None
+                if cache is not None:
+                    count_optimizer_steps()
                 for module in _holders:
                     if module.weight_casts or module.wants_casts:
                         refresh_known_weights(module, cache)

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge.quantized_weight import QuantizedWeight, quantized_of
 from functional_te._value import value_of
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WeightCast",
     "cached_params",
+    "count_optimizer_steps",
     "modules_by_serial",
     "refresh_known_weights",
     "refresh_weights",
@@ -42,7 +44,7 @@ class WeightCast:
     Attributes:
         quantized: the cast.
         quantizer: what it was made with.
-        version: how often the parameter had been written to.
+        version: what counted the writes to the parameter.
         address: where its data were.
     """
 
@@ -50,15 +52,37 @@ class WeightCast:
 
     def __init__(self, parameter: torch.Tensor, quantizer: Quantizer, quantized: QuantizedTensor) -> None:
         self.parameter = parameter
-        self.version = parameter._version
+        self.version = _written(parameter)
         self.address = parameter.data_ptr()
         self.quantizer = quantizer
         self.quantized = quantized
 
     def is_of(self, parameter: torch.Tensor) -> bool:
         """Whether it is the cast of what the parameter holds now."""
-        own, written = self.parameter, self.version != parameter._version
+        own, written = self.parameter, self.version != _written(parameter)
         return own is parameter and not written and self.address == parameter.data_ptr()
+
+
+# steps of any optimizer: fused ones write to parameters without counting
+_steps = [0]
+
+
+def count_optimizer_steps() -> None:
+    """From now on a step of any optimizer counts as a write to every parameter."""
+    if _steps[0] == 0:
+        _steps[0] = 1
+        register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    del optimizer, args, kwargs
+    _steps[0] += 1
+
+
+def _written(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes when the parameter is written to; not by a write through ``.data``."""
+    # an inference tensor counts nothing, and only inference mode writes to it
+    return _steps[0], -1 if parameter.is_inference() else parameter._version
 
 
 def _both_copies(quantizer: Quantizer) -> Quantizer:

@@ -570,3 +570,24 @@ def test_modules_that_do_not_run_are_cast_by_their_own_needs_only(casts):
     assert weights(casts, model) == 2
     assert weights(casts, idle) == 0
     assert bytes_kept(idle) == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_is_seen(kind):
+    """It writes to parameters without counting."""
+    model = make()
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    for seed in range(2):
+        step(model, MX, seed)
+        optimizer.step()
+    assert_same_bits(step(copy.deepcopy(model), MX, 3, cache=False), step(model, MX, 3))
+
+
+def test_parameters_made_in_inference_mode():
+    with torch.inference_mode():
+        model, (x, _) = make(), batch(0)
+        with bridge.autocast(recipe=MX, cache_weights=True):
+            found = model(x), model(x)
+        with bridge.autocast(recipe=MX):
+            expected = model(x)
+    assert_same_bits(found, (expected, expected))

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functional_te as fte
 from functional_te.quantization import nvfp4
+from functional_te.quantization.hadamard import SIGNS
 from functional_te.quantization.nvfp4 import (
     cast_e2m1,
     cast_e2m1_stochastic,
@@ -507,3 +509,13 @@ def test_compiled_four_over_six_is_eager(dynamo) -> None:
 
 def test_all_names_are_public() -> None:
     assert {name for name in vars(nvfp4) if not name.startswith("_")} >= set(nvfp4.__all__)
+
+
+def test_the_transform_of_large_float16_values_stays_finite() -> None:
+    """A sum of 16 float16 numbers may be beyond the largest one."""
+    x = torch.zeros(64, 32, dtype=torch.float16)
+    x[:16, 0] = 2e4 * torch.tensor(SIGNS, dtype=torch.float16)
+    q = fte.quantize(x, fte.NVFP4Quantizer(with_rht=True, columnwise=True))
+    back = q.dequantize(torch.float32, columnwise=True)
+    assert q.columnwise_amax.item() == 8e4
+    assert (back - x.float()).norm() < 0.2 * x.float().norm()

@@ -107,7 +107,8 @@ class NVFP4Quantizer(Quantizer):
         if self.columnwise:
             padded = _pad_rows(matrix, BLOCK)
             if self.with_rht:
-                padded = hadamard(padded, dim=0)
+                # a sum of 16 float16 numbers may overflow float16
+                padded = hadamard(padded.to(torch.float32) if x.dtype is torch.float16 else padded, dim=0)
                 amax = amax_of(padded)
             elif self.rowwise and not self.row_scaled:
                 amax = amax.clone()

@@ -22,7 +22,8 @@ class NVFP4BlockScaling(Recipe):
     Inputs: blocks of 16, Hadamard transform of the copy for the weight gradient. Weights: tiles of 16x16. Gradients:
     blocks of 16, the transform, stochastic rounding, whose keys are quantizer state. Numbers of features must be
     multiples of 16; any number of tokens (padded inside with zeros, which is exact). Transformer Engine transforms
-    bfloat16 only; here the transform is computed in float32 and rounded to the dtype of its input.
+    bfloat16 only; here the transform is computed in float32, and rounded for bfloat16 as there. Magnitudes above 8e37,
+    which no sum of 16 holds, are not defined under the transform.
 
     Args:
         disable_rht: no random Hadamard transform.
