@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=2.0,
         metavar="PERCENT",
-        help="largest gap of a low-precision run's held-out loss to high precision's (default: 2)",
+        help="largest gap of a low-precision run's held-out loss to high precision's; four times that for 4-bit runs "
+        "(default: 2)",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder (default: demo-out)")
     parser.add_argument(

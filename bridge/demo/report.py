@@ -24,6 +24,8 @@ _LABELS = {
 _COLORS = dict(zip(_LABELS, ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), strict=True))
 _MARKERS = dict(zip(_LABELS, "o^vsDP*", strict=True))
 _AVERAGED_STEPS = 20
+# runs with 4-bit tensors may be this many times further from high precision
+_FOUR_BITS, _FOUR_BIT_FACTOR = ("nvfp4", "custom"), 4
 
 _LEGEND = f"""\
 train loss      mean over the last {_AVERAGED_STEPS} steps, nats per byte
@@ -87,11 +89,14 @@ def verdict(runs: Sequence[Progress], limit: float) -> tuple[bool, str]:
             return True, "No high-precision run to compare with: add --recipe none."
         return True, "No low-precision run to compare."
     # a NaN compares false, and so is out
-    out = [name for name, gap in gaps.items() if not abs(gap) <= limit]
+    out = [
+        name for name, gap in gaps.items() if not abs(gap) <= limit * (_FOUR_BIT_FACTOR if name in _FOUR_BITS else 1)
+    ]
     if out:
         named = ", ".join(f"{_LABELS[name]} ({gaps[name]:+.2f} %)" for name in out)
         return False, f"NOT within {limit:g} % of high precision's held-out loss: {named}."
-    return True, f"Held-out losses of the low-precision runs are within {limit:g} % of high precision's."
+    four = f" (4-bit runs: {_FOUR_BIT_FACTOR * limit:g} %)" if any(name in _FOUR_BITS for name in gaps) else ""
+    return True, f"Held-out losses of the low-precision runs are within {limit:g} %{four} of high precision's."
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
