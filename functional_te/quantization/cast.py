@@ -84,9 +84,7 @@ def quantize(x: torch.Tensor, quantizer: Quantizer, state: Any = None) -> Any:
         wanted = f"a last dimension that is a multiple of {multiple} for {type(quantizer).__name__}"
         raise value_error(where, "x", wanted, f"shape {tuple(x.shape)}")
     quantized, amax = quantize_bound(x, bind(quantizer, state))
-    if state is None:
-        return quantized
-    return quantized, state if amax is None else update_amax(state, amax)
+    return quantized if amax is None else (quantized, update_amax(state, amax))
 
 
 def features_multiple(quantizer: Quantizer) -> int:

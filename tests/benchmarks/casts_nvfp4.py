@@ -20,6 +20,7 @@ from functional_te.quantization.hadamard import hadamard
 from functional_te.quantization.nvfp4 import nvfp4_cast, nvfp4_decode, tensor_factor
 from functional_te.quantization.random import make_key, random_bits
 from functional_te.quantization.scaling import amax_of
+from tests.benchmarks.casts import peak_bytes
 
 SQUARE = (16, 16)
 
@@ -105,19 +106,6 @@ def times(functions: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
     return taken
 
 
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most that one call has allocated at a time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = function()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    del result
-    return peak
-
-
 def main() -> int:
     """Print the table; 1 if a ratio to torchao is above 1."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -136,7 +124,7 @@ def main() -> int:
         taken = times(calls, options.rounds)
         ms = [statistics.median(seconds) * 1e3 for seconds in taken]
         result = sum(t.numel() * t.element_size() for t in calls[0]())
-        peak = peak_bytes(calls[0])
+        peak = peak_bytes(lambda _, call=calls[0]: call(), x)
         compared = f"{'':7}  {'':5}          "
         if reference is not None:
             ratio = statistics.median(ours / theirs for ours, theirs in zip(*taken, strict=True))

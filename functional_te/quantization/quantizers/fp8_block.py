@@ -7,19 +7,19 @@ Engine. Edge blocks are partial, so any shape can be cast.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
 from functional_te._errors import value_error
-from functional_te.quantization.fp8_block import BLOCK, block_cast, block_decode, block_grid
-from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
+from functional_te.quantization.fp8_block import BLOCK, block_cast, block_decode
+from functional_te.quantization.quantizer import Copy, as_matrix
+from functional_te.quantization.quantizers.tiled import TiledQuantizer
 
 __all__ = ["Float8BlockQuantizer"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(TiledQuantizer):
     """FP8 with a scale for every block of 128.
 
     Attributes:
@@ -47,35 +47,18 @@ class Float8BlockQuantizer(Quantizer):
         """Square tiles are the same tiles when transposed."""
         return self.block_scaling_dim == 2
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
-        """Each copy has its own blocks, along its own last dimension."""
-        del scale, key
-        matrix = as_matrix(x)
-        copies: list[Copy | None] = []
-        for wanted, columnwise in ((self.rowwise, False), (self.columnwise, True)):
-            if not wanted:
-                copies.append(None)
-                continue
-            data, scale_inv = block_cast(
-                matrix,
-                self.dtype,
-                tile=self.tile,
-                epsilon=self.amax_epsilon,
-                power_of_2=self.power_2_scale,
-                transpose=columnwise,
-            )
-            copies.append(Copy(data if columnwise else data.view(x.shape), scale_inv))
-        return Cast(copies[0], copies[1])
+    def cast_matrix(self, matrix: torch.Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 factors ``1 / scale`` beside the data."""
+        return block_cast(
+            matrix,
+            self.dtype,
+            tile=self.tile,
+            epsilon=self.amax_epsilon,
+            power_of_2=self.power_2_scale,
+            transpose=transpose,
+        )
 
     def decode(self, copy: Copy, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Data times the scale of its block."""
         del columnwise
         return block_decode(as_matrix(copy.data), copy.scale_inv, self.tile), None
-
-    def copy_spec(self, shape: tuple[Any, ...], columnwise: bool) -> Copy:
-        """Data of the logical shape or ``[K, M]``; a grid of scales."""
-        rows, cols = rows_of(shape), shape[-1] if shape else 1
-        if columnwise:
-            rows, cols = cols, rows
-        data = (rows, cols) if columnwise else shape
-        return Copy((data, self.dtype), (block_grid(rows, cols, self.tile), torch.float32))

@@ -7,19 +7,19 @@ rounded up, as in Transformer Engine, so that no element saturates; the specific
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from functional_te.quantization.fp8_block import block_grid
 from functional_te.quantization.mxfp8 import BLOCK, mx_cast, mx_decode
-from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
+from functional_te.quantization.quantizer import Copy, as_matrix
+from functional_te.quantization.quantizers.tiled import TiledQuantizer
 
 __all__ = ["MXFP8Quantizer"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(TiledQuantizer):
     """FP8 with an E8M0 scale (uint8, exponent biased by 127) for every block of 32.
 
     The number of features must be a multiple of 32. The last block of tokens of a columnwise copy may be partial:
@@ -32,6 +32,7 @@ class MXFP8Quantizer(Quantizer):
     with_2d_quantization: bool = False
 
     feature_multiple: ClassVar[int] = BLOCK
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -43,26 +44,11 @@ class MXFP8Quantizer(Quantizer):
         """Square tiles are the same tiles when transposed."""
         return self.with_2d_quantization
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
-        """Each copy has its own blocks, along its own last dimension."""
-        del scale, key
-        matrix, row, column = as_matrix(x), None, None
-        if self.rowwise:
-            data, byte = mx_cast(matrix, self.dtype, tile=self.tile)
-            row = Copy(data.view(x.shape), byte)
-        if self.columnwise:
-            column = Copy(*mx_cast(matrix, self.dtype, tile=self.tile, transpose=True))
-        return Cast(row, column)
+    def cast_matrix(self, matrix: torch.Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """E8M0 bytes beside the data."""
+        return mx_cast(matrix, self.dtype, tile=self.tile, transpose=transpose)
 
     def decode(self, copy: Copy, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Data times the power of two of its block; exact."""
         del columnwise
         return mx_decode(as_matrix(copy.data), copy.scale_inv, self.tile), None
-
-    def copy_spec(self, shape: tuple[Any, ...], columnwise: bool) -> Copy:
-        """Data of the logical shape or ``[K, M]``; a grid of bytes."""
-        rows, cols = rows_of(shape), shape[-1] if shape else 1
-        if columnwise:
-            rows, cols = cols, rows
-        data = (rows, cols) if columnwise else shape
-        return Copy((data, self.dtype), (block_grid(rows, cols, self.tile), torch.uint8))

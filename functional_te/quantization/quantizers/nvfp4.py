@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from functional_te._errors import value_error
-from functional_te.quantization.fp8_block import block_grid
+from functional_te.quantization.fp8_block import block_grid, pad_to_tiles
 from functional_te.quantization.hadamard import hadamard
-from functional_te.quantization.nvfp4 import BLOCK, E2M1_MAX, nvfp4_cast, nvfp4_decode, tensor_factor
+from functional_te.quantization.nvfp4 import BLOCK, nvfp4_cast, nvfp4_decode, tensor_factor
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
 from functional_te.quantization.random import fold_in, random_bits
 from functional_te.quantization.scaling import amax_of, amax_of_rows
@@ -67,11 +67,6 @@ class NVFP4Quantizer(Quantizer):
             raise value_error(where, "row_scaled", "False with 2-D tiles", True)
 
     @property
-    def limit(self) -> float:
-        """Largest E2M1 value."""
-        return E2M1_MAX
-
-    @property
     def stochastic(self) -> bool:
         """Whether a key is needed."""
         return self.stochastic_rounding
@@ -105,7 +100,7 @@ class NVFP4Quantizer(Quantizer):
             data, scales = self._blocks(matrix, own, key, False)
             row = Copy(data.view(*x.shape[:-1], data.shape[-1]), scales, own)
         if self.columnwise:
-            padded = _pad_rows(matrix, BLOCK)
+            padded = pad_to_tiles(matrix, (BLOCK, 1))
             if self.with_rht:
                 # a sum of 16 float16 numbers may overflow float16
                 padded = hadamard(padded.to(torch.float32) if x.dtype is torch.float16 else padded, dim=0)
@@ -152,12 +147,3 @@ class NVFP4Quantizer(Quantizer):
             data = (rows, cols // 2)
         grid = block_grid(rows, cols, self.tile)
         return Copy((data, torch.uint8), (grid, torch.float8_e4m3fn), (amax, torch.float32))
-
-
-def _pad_rows(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
-    """``matrix`` with zero rows appended up to a multiple."""
-    rows: Any = matrix.shape[0]
-    missing = multiple * ((rows + multiple - 1) // multiple) - rows
-    if isinstance(missing, int) and missing == 0:
-        return matrix
-    return torch.constant_pad_nd(matrix, [0, 0, 0, missing])
