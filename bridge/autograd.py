@@ -154,9 +154,9 @@ class TransformableChainFunction(torch.autograd.Function):
 
 
 def _requires(value: Any) -> bool:
-    if isinstance(value, CachedWeight):
-        value = value.value
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return isinstance(value, CachedWeight) and value.value.requires_grad
 
 
 def _pattern(block: Any, params: Any, x: Any, extra_inputs: Any) -> Any:

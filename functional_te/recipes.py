@@ -1,35 +1,4 @@
 """Recipes under the name users type: ``fte.recipes.DelayedScaling()``."""
 
-from functional_te.quantization.recipes import (
-    RECIPES,
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    IdentityQuantizer,
-    MMParams,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QParams,
-    Recipe,
-    Role,
-    as_recipe,
-)
-
-__all__ = [
-    "RECIPES",
-    "CustomRecipe",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "IdentityQuantizer",
-    "MMParams",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "QParams",
-    "Recipe",
-    "Role",
-    "as_recipe",
-]
+from functional_te.quantization.recipes import *  # noqa: F403 - the same names, declared there
+from functional_te.quantization.recipes import __all__ as __all__
