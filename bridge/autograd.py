@@ -35,7 +35,7 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
         outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launch_traced)
     else:
         outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs)
-    outputs = [outcome.output, *outcome.extra_outputs]
+    outputs = [_dense(outcome.output), *outcome.extra_outputs]
     if plan.any_alias:
         # an autograd function may not return its input, nor one storage twice
         outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
@@ -44,6 +44,11 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
         # a tensor that came in quantized was not observed, which an amax of 0 means
         outputs.append(outputs[0].new_zeros(1, dtype=torch.float32) if amax is None else amax)
     return outputs, outcome.saved, state
+
+
+def _dense(output: Any) -> Any:
+    """A chain that ends in a cast gives the rounded values: autograd differentiates tensors of values."""
+    return output.dequantize() if isinstance(output, QuantizedTensor) else output
 
 
 def _backward(call: Call, saved: Any, state: Any, grads: Any, count: int) -> tuple[Any, ...]:
@@ -234,7 +239,7 @@ def _run(
     bound = bind_kwargs(block, kwargs) if kwargs else {}
     if not plan.output_requires_grad:
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else None)
-        return [outcome.output, *outcome.extra_outputs], outcome.amaxes
+        return [_dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
     bundle = (x, params, extra_inputs, bound, state)
     if compiling:
         call, unique = flat_call(plan, bundle, closes)

@@ -52,7 +52,8 @@ def infer(
         extras = []
         for slot, source in enumerate(block.extra_sources[index]):
             if source.public >= 0:
-                extras.append(_spec(extra_inputs[source.public], f"extra input {slot}", here, device))
+                there = None if slot in op.free_device_slots else device
+                extras.append(_spec(extra_inputs[source.public], f"extra input {slot}", here, there))
             else:
                 extras.append(produced[source.op, source.slot])
         op.check(flow, own, tuple(extras), here)

@@ -199,6 +199,8 @@ def backward_pass(
         place: grad for place, grad in zip(block.extra_outputs, grad_extra_outputs, strict=False) if grad is not None
     }
     for step in plan.backward:
+        if step.dense_grad and isinstance(dy, QuantizedTensor):
+            dy = dy.dequantize()
         contexts = _backward_contexts(plan, step, saved, state, grad_extras)
         args = step.op.resolve_bwd_args(contexts if step.fused else contexts[0], dy)  # type: ignore[union-attr]
         result = step.op.backward_impl(args) if launch is None else launch(step.op, "backward", args)  # type: ignore[union-attr]
@@ -218,6 +220,8 @@ def backward_pass(
             for role, amax in result.amaxes.items():
                 place = (step.indices[0] - 1, "grad_output") if role == "grad_input" else (step.indices[-1], role)
                 amaxes[place] = amax
+    if isinstance(dy, QuantizedTensor):
+        dy = dy.dequantize()
     return BackwardOutcome(dy if plan.requires_grad[0] else None, tuple(grad_params), tuple(grad_public), amaxes)
 
 

@@ -1,32 +1,25 @@
 """Modules with the names, signatures and checkpoint keys of ``transformer_engine.pytorch.ops``."""
 
-from bridge.ops.basic import (
+from bridge.ops.activation import (
     GEGLU,
     GELU,
     GLU,
     QGEGLU,
     QGELU,
-    AddExtraInput,
-    BasicLinear,
-    Bias,
     ClampedSwiGLU,
-    ConstantScale,
-    Identity,
-    LayerNorm,
-    Linear,
-    MakeExtraOutput,
     ReGLU,
     ReLU,
-    Reshape,
-    RMSNorm,
     SiLU,
     SiTUGLU,
     SReGLU,
     SReLU,
     SwiGLU,
 )
+from bridge.ops.linear import BasicLinear, Bias, Linear
+from bridge.ops.norm import LayerNorm, RMSNorm
 from bridge.ops.operation import BasicOperation, FusedOperation, FusibleOperation
 from bridge.ops.sequential import Sequential
+from bridge.ops.structural import AddExtraInput, ConstantScale, Identity, MakeExtraOutput, Reshape
 
 __all__ = [
     "GEGLU",

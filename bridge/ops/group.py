@@ -58,6 +58,7 @@ class Group:
     Attributes:
         modules: the basic ops.
         block: their chain.
+        evaluation_block: the chain with what runs in evaluation mode.
         ran: whether it was called in eager mode, which fixes the channels of its ops. (A compiled call is compiled
             again when a channel changes.)
     """
@@ -68,28 +69,46 @@ class Group:
         self.block = Chain(tuple(module.op for module in modules))
         self.num_extra_inputs = self.block.num_extra_inputs
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
+        self.switching = [m for m in modules if m.evaluation_op is not m.op]
+        self.evaluation_block = Chain(tuple(m.evaluation_op for m in modules)) if self.switching else self.block
+        self.providers = [(index, module) for index, module in enumerate(modules) if module.provides_kwargs]
 
     def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.ran = True
+        evaluates = bool(self.switching) and not any(module.training for module in self.switching)
+        block = self.evaluation_block if evaluates else self.block
+        if self.providers:
+            kwargs = self._with_provided(kwargs or {}, x, evaluates)
         recipe = self._recipe()
         if recipe is None:
             params = tuple([_params(module, None) for module in self.modules])
-            return run(self.block, params, x, extra_inputs, None, None, kwargs)[0]
+            return run(block, params, x, extra_inputs, None, None, kwargs)[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
         params = tuple([_params(module, casts) for module in self.modules])
         reads = state
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
-        outputs, amaxes = run(self.block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph())
+        outputs, amaxes = run(block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph())
         if amaxes and torch.is_grad_enabled() and reads is state:
             fold_amaxes_(state, amaxes)
             if not compiling and not in_backward():
                 for module in self.quantized:
                     module.observed = True
         return outputs
+
+    def _with_provided(self, kwargs: dict[int, dict[str, Any]], x: Any, evaluates: bool) -> dict[int, dict[str, Any]]:
+        """The caller's forward kwargs by op index, and those that modules give themselves."""
+        bound = dict(kwargs)
+        for index, module in self.providers:
+            if evaluates and module.evaluation_op is not module.op:
+                continue
+            own = module.forward_kwargs(x)
+            if own:
+                bound[index] = {**own, **bound.get(index, {})}
+        return bound
 
     def _recipe(self) -> Recipe | None:
         """The active recipe. A forward recomputed by a backward outside of any context runs the recipe it ran first."""

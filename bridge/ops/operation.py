@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -80,10 +80,13 @@ class BasicOperation(FusibleOperation):
 
     Attributes:
         op: the op's value.
+        provides_kwargs: whether :meth:`forward_kwargs` gives anything.
 
     Quantizer state of a recipe that has some is kept in non-persistent buffers ``<role>_scale`` (or ``<role>_key``)
     and ``<role>_amax_history`` and travels in ``state_dict`` as extra state.
     """
+
+    provides_kwargs: ClassVar[bool] = False
 
     def __init__(self, op: Op, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -141,12 +144,26 @@ class BasicOperation(FusibleOperation):
         """This op."""
         return [self]
 
+    @property
+    def evaluation_op(self) -> Op:
+        """What runs in the place of the op while the module is in evaluation mode."""
+        return self.op
+
+    def forward_kwargs(self, x: Any) -> dict[str, Any]:
+        """Forward kwargs that the module itself gives to every call; those of the caller come first.
+
+        Args:
+            x: main input of the chain that the op runs in.
+        """
+        del x
+        return {}
+
     # channels
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
         """Take extra input ``index`` from a channel; None takes it from the caller. Returns the op."""
         self._check_channel("input", index, channel, self.num_extra_inputs)
-        self._set_op(channel=channel)
+        self._set_op(self.op.with_extra_input_channel(index, channel))
         return self
 
     def set_extra_output_channel(
@@ -158,7 +175,7 @@ class BasicOperation(FusibleOperation):
             raise type_error(
                 type(self).__name__, "output_to_caller", "output_to_caller must be a bool", output_to_caller
             )
-        self._set_op(channel=channel, output_to_caller=output_to_caller or channel is None)
+        self._set_op(self.op.with_extra_output_channel(index, channel, output_to_caller or channel is None))
         return self
 
     def _check_channel(self, kind: str, index: int, channel: Any, count: int) -> None:
@@ -182,8 +199,8 @@ class BasicOperation(FusibleOperation):
         )
         return self._captured
 
-    def _set_op(self, **changes: Any) -> None:
-        self.op = dataclasses.replace(self.op, **changes)
+    def _set_op(self, op: Op) -> None:
+        self.op = op
         self.regroup()
         for owner in self._owners:
             container = owner()

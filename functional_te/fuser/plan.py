@@ -72,6 +72,7 @@ class BackwardStep:
         requires_grad: what has to be produced for every covered op.
         quantizers: for every covered op, its gradient quantizers as (role, quantizer).
         prev_quantizer: the previous op's gradient quantizer if this step casts its input gradient, else None.
+        dense_grad: whether a quantized gradient is dequantized first.
     """
 
     op: Op | FusedOp
@@ -80,6 +81,7 @@ class BackwardStep:
     requires_grad: tuple[OpRequiresGrad, ...]
     quantizers: tuple[tuple[tuple[str, Quantizer], ...], ...]
     prev_quantizer: Quantizer | None
+    dense_grad: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -268,7 +270,10 @@ def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> Quantizers:
     result = []
     for op in block.ops:
         roles = op.forward_quantizers if kind == "forward" else op.backward_quantizers
-        pairs = [(role, recipe.quantizer(Role(type(op).__name__, role, op.name))) for role in roles]
+        # roles of a grouped op are numbered by group
+        pairs = [
+            (role, recipe.quantizer(Role(type(op).__name__, role.rstrip("0123456789"), op.name))) for role in roles
+        ]
         result.append(tuple((role, quantizer) for role, quantizer in pairs if isinstance(quantizer, Quantizer)))
     return tuple(result)
 
@@ -385,7 +390,7 @@ def _forward_step(
     static: dict[str, Any],
 ) -> ForwardStep:
     fused = isinstance(op, FusedOp)
-    following = dict(quantizers[indices[-1] + 1]) if indices[-1] + 1 < len(block.ops) else {}
+    following = _shared_quantizers(block, quantizers, indices[-1] + 1)
     provided = {**static, "requires_grad": tuple(flow[i] for i in indices) if fused else flow[indices[0]]}
     provided["prev_op_grad_output_quantizer"] = None
     names = op.provided_names
@@ -434,5 +439,13 @@ def _backward_step(
         fused=isinstance(op, FusedOp),
         requires_grad=tuple(flow[i] for i in indices),
         quantizers=tuple(quantizers[i] for i in indices),
-        prev_quantizer=dict(quantizers[before]).get("grad_output") if casts else None,
+        prev_quantizer=_shared_quantizers(block, quantizers, before).get("grad_output") if casts else None,
+        dense_grad=not block.ops[indices[-1]].accepts_quantized_grad,
     )
+
+
+def _shared_quantizers(block: Chain, quantizers: Quantizers, index: int) -> dict[str, Quantizer]:
+    """The quantizers of an op that its neighbours may cast with."""
+    if not 0 <= index < len(block.ops) or not block.ops[index].shares_quantizers:
+        return {}
+    return dict(quantizers[index])

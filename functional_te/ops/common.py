@@ -15,6 +15,7 @@ from functional_te.tensor_spec import TensorSpec
 
 __all__ = [
     "amaxes",
+    "check_channel",
     "check_float",
     "check_last_dim",
     "check_normalized",
@@ -89,6 +90,12 @@ def amaxes(known: Amaxes | None = None, **observed: Any) -> Amaxes | None:
     if known is None:
         return Amaxes(roles=tuple(new), values=tuple(new.values()))
     return Amaxes(roles=(*known.roles, *new), values=(*known.values, *new.values()))
+
+
+def check_channel(channel: Any, where: str, argument: str = "channel") -> None:
+    """Raise unless ``channel`` is None or a name."""
+    if channel is not None and not (isinstance(channel, str) and channel):
+        raise value_error(where, argument, "None or a non-empty string", repr(channel))
 
 
 def check_float(x: Any, argument: str, where: str) -> None:

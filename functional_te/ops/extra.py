@@ -9,7 +9,7 @@ import torch
 
 from functional_te import pytree
 from functional_te._errors import type_error, value_error
-from functional_te.ops.common import check_float
+from functional_te.ops.common import check_channel, check_float
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.ops.structural import InlineArgs
 from functional_te.tensor_spec import TensorSpec
@@ -31,11 +31,6 @@ class SumArgs:
 
     grad_output: torch.Tensor
     grad_extra: torch.Tensor | None = None
-
-
-def _check_channel(channel: Any, where: str) -> None:
-    if channel is not None and not (isinstance(channel, str) and channel):
-        raise value_error(where, "channel", "None or a non-empty string", repr(channel))
 
 
 def _add(args: AddForwardArgs) -> FwdResult:
@@ -64,6 +59,7 @@ class AddExtraInput(Op):
     channel: str | None = None
 
     num_extra_inputs: ClassVar[int] = 1
+    extra_input_fields: ClassVar[tuple[str, ...]] = ("channel",)
     # the backward hands one gradient to two places, which a custom op may not
     inline_backward: ClassVar[bool] = True
     fwd_args_type: ClassVar[type[Any]] = AddForwardArgs
@@ -75,12 +71,7 @@ class AddExtraInput(Op):
     backward_fake = staticmethod(_pass_both)
 
     def __post_init__(self) -> None:
-        _check_channel(self.channel, "AddExtraInput")
-
-    @property
-    def extra_input_channels(self) -> tuple[str | None, ...]:
-        """The channel."""
-        return (self.channel,)
+        check_channel(self.channel, "AddExtraInput")
 
     def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:
         """Two floating tensors of one shape."""
@@ -141,6 +132,7 @@ class MakeExtraOutput(Op):
     output_to_caller: bool = True
 
     num_extra_outputs: ClassVar[int] = 1
+    extra_output_fields: ClassVar[tuple[str, ...]] = ("channel",)
     inline_forward: ClassVar[bool] = True
     fwd_args_type: ClassVar[type[Any]] = InlineArgs
     bwd_args_type: ClassVar[type[Any]] = SumArgs
@@ -151,16 +143,11 @@ class MakeExtraOutput(Op):
     backward_fake = staticmethod(_sum_fake)
 
     def __post_init__(self) -> None:
-        _check_channel(self.channel, "MakeExtraOutput")
+        check_channel(self.channel, "MakeExtraOutput")
         if not isinstance(self.output_to_caller, bool):
             raise type_error("MakeExtraOutput", "output_to_caller", "a bool", repr(self.output_to_caller))
         if self.channel is None and not self.output_to_caller:
             raise value_error("MakeExtraOutput", "output_to_caller", "True without a channel", False)
-
-    @property
-    def extra_output_channels(self) -> tuple[str | None, ...]:
-        """The channel."""
-        return (self.channel,)
 
     @property
     def extra_outputs_to_caller(self) -> tuple[bool, ...]:

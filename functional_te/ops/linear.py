@@ -260,6 +260,7 @@ class BasicLinear(Op):
     forward_quantizers: ClassVar[tuple[str, ...]] = ("input", "weight")
     backward_quantizers: ClassVar[tuple[str, ...]] = ("grad_output",)
     accepts_quantized_input: ClassVar[bool] = True
+    accepts_quantized_grad: ClassVar[bool] = True
     quantizes_output: ClassVar[bool] = True
     quantizes_grad_input: ClassVar[bool] = True
     fwd_args_type: ClassVar[type[Any]] = LinearForwardArgs

@@ -226,17 +226,39 @@ class Op(_Step):
     backward_quantizers: ClassVar[tuple[str, ...]] = ()
     num_extra_inputs: ClassVar[int] = 0
     num_extra_outputs: ClassVar[int] = 0
+    # names of the fields that hold the channel of each slot
+    extra_input_fields: ClassVar[tuple[str, ...]] = ()
+    extra_output_fields: ClassVar[tuple[str, ...]] = ()
+    # extra-input slots whose tensor may live on another device than the main input
+    free_device_slots: ClassVar[tuple[int, ...]] = ()
     accepts_quantized_input: ClassVar[bool] = False
+    accepts_quantized_grad: ClassVar[bool] = False
+    # whether neighbours cast for this op with its quantizers, instead of handing over high precision
+    shares_quantizers: ClassVar[bool] = True
 
     @property
     def extra_input_channels(self) -> tuple[str | None, ...]:
         """Channel of every extra input; None is an input of the chain."""
-        return (None,) * self.num_extra_inputs
+        if not self.extra_input_fields:
+            return (None,) * self.num_extra_inputs
+        return tuple(getattr(self, name) for name in self.extra_input_fields[: self.num_extra_inputs])
 
     @property
     def extra_output_channels(self) -> tuple[str | None, ...]:
         """Channel of every extra output, or None."""
-        return (None,) * self.num_extra_outputs
+        if not self.extra_output_fields:
+            return (None,) * self.num_extra_outputs
+        return tuple(getattr(self, name) for name in self.extra_output_fields)
+
+    def with_extra_input_channel(self, slot: int, channel: str | None) -> Op:
+        """The same op taking extra input ``slot`` from ``channel``, or from the caller if it is None."""
+        changes: dict[str, Any] = {self.extra_input_fields[slot]: channel}
+        return dataclasses.replace(self, **changes)
+
+    def with_extra_output_channel(self, slot: int, channel: str | None, to_caller: bool) -> Op:
+        """The same op sending extra output ``slot`` into ``channel``, to the caller too if ``to_caller``."""
+        changes: dict[str, Any] = {self.extra_output_fields[slot]: channel, "output_to_caller": to_caller}
+        return dataclasses.replace(self, **changes)
 
     @property
     def extra_outputs_to_caller(self) -> tuple[bool, ...]:
