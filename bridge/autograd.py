@@ -27,10 +27,10 @@ from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
 __all__ = ["apply", "run"]
 
 
-def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
-    """Outputs (main, extra, amaxes), what is to be saved, and the state that the backward reads and writes."""
+def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any, Any]:
+    """Outputs (main, extra, amaxes), what is to be saved, and the state and the buffers that the backward writes."""
     plan = call.plan
-    x, params, extra_inputs, kwargs, state = call.arguments(unique)
+    x, params, extra_inputs, kwargs, state, targets = call.arguments(unique)
     if torch.compiler.is_compiling():
         outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launch_traced)
     else:
@@ -43,7 +43,7 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any]:
         amax = outcome.amaxes.get(key)
         # a tensor that came in quantized was not observed, which an amax of 0 means
         outputs.append(outputs[0].new_zeros(1, dtype=torch.float32) if amax is None else amax)
-    return outputs, outcome.saved, state
+    return outputs, outcome.saved, state, targets
 
 
 def _dense(output: Any) -> Any:
@@ -51,18 +51,40 @@ def _dense(output: Any) -> Any:
     return output.dequantize() if isinstance(output, QuantizedTensor) else output
 
 
-def _backward(call: Call, saved: Any, state: Any, grads: Any, count: int) -> tuple[Any, ...]:
-    """One gradient or None for each of ``count`` arguments; observations of the backward are written to ``state``."""
+def _grad_dtypes(call: Call, targets: Any) -> dict[int, tuple[torch.dtype | None, ...]] | None:
+    """The dtypes of parameter gradients that are added to buffers, by op index."""
+    if not call.main_grads:
+        return None
+    dtypes: dict[int, tuple[torch.dtype | None, ...]] = {}
+    for own, target in zip(call.main_grads, targets, strict=True):
+        known = dtypes.get(own.op, (None,) * len(call.plan.chain.ops[own.op].param_names))
+        dtypes[own.op] = (*known[: own.param], target.dtype, *known[own.param + 1 :])
+    return dtypes
+
+
+def _accumulate(call: Call, targets: Any, grad_params: Any) -> Any:
+    """Add gradients to their buffers; the gradients that are returned."""
+    returned = [list(grads) for grads in grad_params]
+    for own, target in zip(call.main_grads, targets, strict=True):
+        grad = returned[own.op][own.param]
+        if grad is not None:
+            returned[own.op][own.param] = own.add(target, grad)
+    return returned
+
+
+def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, count: int) -> tuple[Any, ...]:
+    """One gradient or None for each of ``count`` arguments; what the backward observes is written to ``state``."""
     plan = call.plan
     launch = launch_traced if torch.compiler.is_compiling() else None
-    outcome = backward_pass(plan, saved, state, grads[0], grads[1 : 1 + len(plan.chain.extra_outputs)], launch)
+    grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
+    outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
     if outcome.amaxes:
         if call.closes:
             close_(plan, state, outcome.amaxes)
         else:
             fold_amaxes_(state, outcome.amaxes)
     found: list[Any] = [outcome.grad_input]
-    for own in outcome.grad_params:
+    for own in _accumulate(call, targets, outcome.grad_params) if call.main_grads else outcome.grad_params:
         found.extend(own)
     found.extend(outcome.grad_extra_inputs)
     result: list[Any] = [None] * count
@@ -86,7 +108,7 @@ class ChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *unique: Any) -> Any:
         """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
-        outputs, saved, state = _forward(call, unique)
+        outputs, saved, state, ctx.targets = _forward(call, unique)
         leaves, ctx.saved_spec = pytree.tree_flatten(saved)
         tensors, ctx.values = split_saved(leaves)
         ctx.save_for_backward(*tensors)
@@ -114,9 +136,9 @@ class ChainFunction(torch.autograd.Function):
         # a traced backward always leaves autocast: the state that matters is the one around the compiled call
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                result = _backward(ctx.call, saved, ctx.state, grads, ctx.count)
+                result = _backward(ctx.call, saved, ctx.state, ctx.targets, grads, ctx.count)
         else:
-            result = _backward(ctx.call, saved, ctx.state, grads, ctx.count)
+            result = _backward(ctx.call, saved, ctx.state, ctx.targets, grads, ctx.count)
         return (None, *result)
 
 
@@ -128,7 +150,7 @@ class TransformableChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, *unique: Any) -> Any:
         """Run the forward; fresh saved tensors follow the outputs and amaxes."""
-        outputs, saved, _ = _forward(call, unique)
+        outputs, saved, _, _ = _forward(call, unique)
         leaves, call.saved_spec = pytree.tree_flatten(saved)
         tensors, call.saved_values = split_saved(leaves)
         places = []
@@ -155,7 +177,7 @@ class TransformableChainFunction(torch.autograd.Function):
         """Run the backward."""
         saved = pytree.tree_unflatten(ctx.call.saved_spec, merge_saved(ctx.call.saved_values, ctx.saved_tensors))
         with torch.autocast(grads[0].device.type, enabled=False):
-            return (None, *_backward(ctx.call, saved, ctx.state, grads, ctx.count))
+            return (None, *_backward(ctx.call, saved, ctx.state, (), grads, ctx.count))
 
 
 def _requires(value: Any) -> bool:
@@ -191,11 +213,13 @@ def run(
     backend: str = "auto",
     fusions: Any = None,
     closes: bool = False,
+    main_grads: Any = (),
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     """Run a chain differentiably. Takes the arguments of :func:`apply`, with ``block`` as a chain.
 
     Args:
         closes: whether the backward closes the step of its quantizers.
+        main_grads: destinations of parameter gradients; see :mod:`bridge.main_grad`.
 
     Returns:
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).
@@ -204,8 +228,21 @@ def run(
     if device != "meta" and torch.is_autocast_enabled(device):
         compute_dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, compute_dtype, closes)
-    return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes)
+            return _run(
+                block,
+                params,
+                x,
+                extra_inputs,
+                state,
+                recipe,
+                kwargs,
+                backend,
+                fusions,
+                compute_dtype,
+                closes,
+                main_grads,
+            )
+    return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes, main_grads)
 
 
 def _run(
@@ -220,6 +257,7 @@ def _run(
     fusions: Any,
     compute_dtype: Any,
     closes: bool,
+    main_grads: Any,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
     try:
@@ -236,13 +274,13 @@ def _run(
     )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
-    bound = bind_kwargs(block, kwargs) if kwargs else {}
+    bound = bind_kwargs(block, kwargs)
     if not plan.output_requires_grad:
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else None)
         return [_dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
-    bundle = (x, params, extra_inputs, bound, state)
+    bundle = (x, params, extra_inputs, bound, state, tuple([own.target for own in main_grads]))
     if compiling:
-        call, unique = flat_call(plan, bundle, closes)
+        call, unique = flat_call(plan, bundle, closes, main_grads)
         results = ChainFunction.apply(call, *unique)
     elif compat.functorch_active():
         if any(plan.state_roles):
@@ -250,10 +288,12 @@ def _run(
                 "functional_te: a chain whose recipe has state cannot run under torch.func transforms, because its "
                 "backward writes observations into the state. Use functional_te.vjp, which returns them as values."
             )
+        if main_grads:
+            raise RuntimeError("functional_te: accumulate_into_main_grad cannot run under torch.func transforms.")
         call, unique = flat_call(plan, bundle, closes)
         results = TransformableChainFunction.apply(call, *unique)
     else:
-        call, unique = eager_call(plan, bundle, closes)
+        call, unique = eager_call(plan, bundle, closes, main_grads)
         results = ChainFunction.apply(call, *unique)
     if isinstance(results, torch.Tensor):
         return [results], {}

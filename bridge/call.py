@@ -7,13 +7,16 @@ each distinct one once, and the bundle of the call is rebuilt from them inside.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from functional_te import pytree
 from functional_te.fuser.plan import Plan
 from functional_te.quantization.tensor import CachedWeight
+
+if TYPE_CHECKING:
+    from bridge.main_grad import MainGrad
 
 __all__ = ["Call", "eager_call", "flat_call", "merge_saved", "split_saved"]
 
@@ -41,7 +44,8 @@ class Call:
         plan: the plan.
         closes: whether the backward also closes the step of its quantizers (see :mod:`bridge.recipe_context`).
         grad_slots: for x, every parameter and every extra input in order: which argument it is, or -1.
-        bundle: ``(x, params, extra_inputs, kwargs, state)`` until the forward takes it, or None if it is rebuilt.
+        bundle: what :meth:`arguments` gives until the forward takes it, or None if it is rebuilt.
+        main_grads: destinations of parameter gradients that are not returned; see :mod:`bridge.main_grad`.
         spec: tree definition of that bundle, with tuples in the place of dicts.
         slots: for every leaf of that tree, which argument it is.
         kwarg_names: for every op with forward kwargs, its index and their names.
@@ -55,6 +59,7 @@ class Call:
         "closes",
         "grad_slots",
         "kwarg_names",
+        "main_grads",
         "plan",
         "saved_places",
         "saved_spec",
@@ -68,6 +73,7 @@ class Call:
         self.closes = closes
         self.grad_slots = grad_slots
         self.bundle = bundle
+        self.main_grads: tuple[MainGrad, ...] = ()
         self.spec: Any = None
         self.slots: tuple[int, ...] = ()
         self.kwarg_names: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -76,13 +82,16 @@ class Call:
         self.saved_places: tuple[tuple[bool, int], ...] = ()
 
     def arguments(self, unique: Any) -> Any:
-        """``(x, params, extra_inputs, kwargs, state)``. The record keeps no tensor alive after that."""
+        """``(x, params, extra_inputs, kwargs, state, targets)``. The record keeps no tensor alive after that.
+
+        ``targets`` are the buffers of :attr:`main_grads`.
+        """
         if self.bundle is not None:
             bundle, self.bundle = self.bundle, None
             return bundle
         plan = self.plan
         leaves = [unique[slot] for slot in self.slots]
-        x, params, extra_inputs, kwarg_values, state_values = pytree.tree_unflatten(self.spec, leaves)
+        x, params, extra_inputs, kwarg_values, state_values, targets = pytree.tree_unflatten(self.spec, leaves)
         named = [dict(zip(op.param_names, own, strict=True)) for op, own in zip(plan.chain.ops, params, strict=True)]
         kwargs = {
             index: dict(zip(names, values, strict=True))
@@ -94,12 +103,14 @@ class Call:
                 for roles, own in zip(plan.state_roles, state_values, strict=True)
             ]
         )
-        return x, named, extra_inputs, kwargs, state
+        return x, named, extra_inputs, kwargs, state, targets
 
 
-def eager_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[torch.Tensor]]:
+def eager_call(
+    plan: Plan, bundle: Any, closes: bool, main_grads: tuple[MainGrad, ...] = ()
+) -> tuple[Call, list[torch.Tensor]]:
     """The record of an eager call, and the distinct tensors that need gradients."""
-    x, params, extra_inputs, _, _ = bundle
+    x, params, extra_inputs, *_ = bundle
     needs_x, needs_params, needs_extras = plan.requires_grad
     unique: list[torch.Tensor] = []
     places: dict[int, int] = {}
@@ -121,12 +132,14 @@ def eager_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[torch.
             add(own[name], need)
     for extra, need in zip(extra_inputs, needs_extras, strict=True):
         add(extra, need)
-    return Call(plan, closes, tuple(slots), bundle), unique
+    call = Call(plan, closes, tuple(slots), bundle)
+    call.main_grads = main_grads
+    return call, unique
 
 
-def flat_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[Any]]:
+def flat_call(plan: Plan, bundle: Any, closes: bool, main_grads: tuple[MainGrad, ...] = ()) -> tuple[Call, list[Any]]:
     """The record of a call whose arguments are all passed, and the distinct ones."""
-    x, params, extra_inputs, kwargs, state = bundle
+    x, params, extra_inputs, kwargs, state, targets = bundle
     own = tuple(
         [tuple([given[name] for name in op.param_names]) for op, given in zip(plan.chain.ops, params, strict=True)]
     )
@@ -134,7 +147,7 @@ def flat_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[Any]]:
     state_values = tuple(
         [tuple([state[i][role] for role, _ in roles]) if roles else () for i, roles in enumerate(plan.state_roles)]
     )
-    leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values))
+    leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values, targets))
     unique, slots = _distinct(leaves)
     grad_slots, position = [], 0
     for value in (x, *[param for given in own for param in given], *extra_inputs):
@@ -147,6 +160,7 @@ def flat_call(plan: Plan, bundle: Any, closes: bool) -> tuple[Call, list[Any]]:
         position += len(pytree.leaves(value))
     call = Call(plan, closes, tuple(grad_slots), None)
     call.spec, call.slots = spec, slots
+    call.main_grads = main_grads
     call.kwarg_names = tuple([(index, tuple(given)) for index, given in kwargs.items()])
     return call, unique
 

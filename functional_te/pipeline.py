@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from functional_te._errors import value_error
+from functional_te.chain import where
 from functional_te.fuser.plan import BackwardStep, ForwardStep, Plan
 from functional_te.ops import BackwardContext, BwdResult, FwdResult
 from functional_te.quantization.state import update_amax
@@ -20,6 +22,7 @@ __all__ = ["BackwardOutcome", "ForwardOutcome", "backward_pass", "fold_amaxes", 
 
 Amaxes = dict[tuple[int, str], torch.Tensor]
 _NO_STATE: dict[str, BoundQuantizer] = {}
+_NO_KWARGS: dict[str, Any] = {}
 
 
 class ForwardOutcome(NamedTuple):
@@ -73,13 +76,17 @@ def _forward_args(
     state: Any,
     extra_inputs: Any,
     produced: dict[tuple[int, int], torch.Tensor],
+    kwargs: dict[int, dict[str, Any]],
 ) -> dict[str, Any]:
     """The keywords of ``resolve_fwd_args`` for one step."""
     call = dict(step.static_kwargs)
     first, last = step.indices[0], step.indices[-1]
     if step.next_quantizer is not None:
         call["next_op_input_quantizer"] = _bind(step.next_quantizer, state, last + 1, "input")
+    if step.takes_kwargs:
+        call["kwargs"] = tuple([kwargs.get(i, _NO_KWARGS) for i in step.indices])
     if not step.fused:
+        call.update(kwargs.get(first, _NO_KWARGS))
         call["params"] = params[first]
         if step.quantized:
             call["state"] = _bind_all(step.quantizers[0], state, first)
@@ -96,9 +103,26 @@ def _forward_args(
     return call
 
 
-def _save(step: ForwardStep, args: Any, aux: Any, saved: list[Any]) -> None:
+def _check_kwargs(plan: Plan, kwargs: dict[int, dict[str, Any]]) -> None:
+    """Raise if a fused op would drop forward kwargs of an op that it covers."""
+    for step in plan.forward:
+        if not step.fused or step.takes_kwargs:
+            continue
+        for index in step.indices:
+            if kwargs.get(index):
+                raise value_error(
+                    where(plan.chain.ops, index),
+                    "kwargs",
+                    f"none, because {type(step.op).__name__} runs the op and takes none",
+                    f"{sorted(kwargs[index])}",
+                    "Leave the fusion out; see fte.plan().",
+                )
+
+
+def _save(step: ForwardStep, args: Any, result: FwdResult, saved: list[Any]) -> None:
     """Keep what the backward of the covered ops needs."""
-    context = step.op.setup_context(args, aux)
+    setup: Any = step.op.setup_context
+    context = setup(args, result.aux, result.extra_outputs) if step.op.saves_extra_outputs else setup(args, result.aux)
     if not step.fused:
         saved[step.indices[0]] = context
         return
@@ -116,6 +140,8 @@ def forward_pass(
     launch: Callable[[Any, str, Any], Any] | None = None,
 ) -> ForwardOutcome:
     """Run the forward of a plan. Arguments are taken to fit; see :func:`functional_te.apply`."""
+    if kwargs:
+        _check_kwargs(plan, kwargs)
     amaxes: Amaxes = {}
     produced: dict[tuple[int, int], torch.Tensor] = {}
     saved: list[Any] = [None] * len(plan.chain.ops)
@@ -127,14 +153,13 @@ def forward_pass(
             own = tuple([params[i] for i in step.indices]) if step.fused else params[first]
             args = op.resolve_fwd_args(x, params=own, **step.static_kwargs)  # type: ignore[union-attr]
         else:
-            call = _forward_args(step, params, state, extra_inputs, produced)
-            if kwargs and first in kwargs:
-                call.update(kwargs[first])
+            call = _forward_args(step, params, state, extra_inputs, produced, kwargs or {})
             args = op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
         result = op.forward_impl(args) if launch is None else launch(op, "forward", args)  # type: ignore[union-attr]
         if type(result) is not FwdResult:
             result = FwdResult(*result)
-        x = result.output
+        if result.output is not None:
+            x = result.output
         if result.extra_outputs:
             groups = result.extra_outputs if step.fused else (result.extra_outputs,)
             for index, extras in zip(step.indices, groups, strict=True):
@@ -142,15 +167,21 @@ def forward_pass(
                     produced[index, slot] = extra
         if result.amaxes is not None:
             for role, amax in result.amaxes.items():
-                amaxes[(step.indices[-1] + 1, "input") if role == "output" else (first, role)] = amax
+                place = (step.indices[-1] + 1, "input") if role == "output" else (step.owners.get(role, first), role)
+                amaxes[place] = amax
         if step.saves_any:
-            _save(step, args, result.aux, saved)
+            _save(step, args, result, saved)
     extra_outputs = tuple([produced[place] for place in plan.chain.extra_outputs])
     return ForwardOutcome(x, extra_outputs, amaxes, tuple(saved))
 
 
 def _backward_contexts(
-    plan: Plan, step: BackwardStep, saved: Any, state: Any, grad_extras: dict[tuple[int, int], torch.Tensor]
+    plan: Plan,
+    step: BackwardStep,
+    saved: Any,
+    state: Any,
+    grad_extras: dict[tuple[int, int], torch.Tensor],
+    grad_dtypes: dict[int, tuple[torch.dtype | None, ...]],
 ) -> tuple[BackwardContext, ...]:
     contexts = []
     for position, index in enumerate(step.indices):
@@ -168,6 +199,7 @@ def _backward_contexts(
                 tuple([grad_extras.get((index, slot)) for slot in range(slots)]) if slots else (),
                 plan.backend,
                 plan.compute_dtype,
+                grad_dtypes.get(index, ()) if grad_dtypes else (),
             )
         )
     return tuple(contexts)
@@ -180,6 +212,7 @@ def backward_pass(
     grad_output: Any,
     grad_extra_outputs: Any = (),
     launch: Callable[[Any, str, Any], Any] | None = None,
+    grad_dtypes: dict[int, tuple[torch.dtype | None, ...]] | None = None,
 ) -> BackwardOutcome:
     """Run the backward of a plan.
 
@@ -190,6 +223,7 @@ def backward_pass(
         grad_output: gradient of the main output.
         grad_extra_outputs: one gradient or None for every extra output returned to the caller.
         launch: how a step is launched; None calls its implementation.
+        grad_dtypes: see :attr:`BackwardContext.grad_dtypes`, by op index.
     """
     block, dy = plan.chain, grad_output
     amaxes: Amaxes = {}
@@ -201,7 +235,7 @@ def backward_pass(
     for step in plan.backward:
         if step.dense_grad and isinstance(dy, QuantizedTensor):
             dy = dy.dequantize()
-        contexts = _backward_contexts(plan, step, saved, state, grad_extras)
+        contexts = _backward_contexts(plan, step, saved, state, grad_extras, grad_dtypes or {})
         args = step.op.resolve_bwd_args(contexts if step.fused else contexts[0], dy)  # type: ignore[union-attr]
         result = step.op.backward_impl(args) if launch is None else launch(step.op, "backward", args)  # type: ignore[union-attr]
         if type(result) is not BwdResult:
@@ -218,11 +252,20 @@ def backward_pass(
                 _route(block.extra_sources[index], grads, grad_public, grad_extras)
         if result.amaxes is not None:
             for role, amax in result.amaxes.items():
-                place = (step.indices[0] - 1, "grad_output") if role == "grad_input" else (step.indices[-1], role)
-                amaxes[place] = amax
+                amaxes[_observer(block, step.indices, role)] = amax
     if isinstance(dy, QuantizedTensor):
         dy = dy.dequantize()
     return BackwardOutcome(dy if plan.requires_grad[0] else None, tuple(grad_params), tuple(grad_public), amaxes)
+
+
+def _observer(block: Any, indices: tuple[int, ...], role: str) -> tuple[int, str]:
+    """Whose quantizer observed an amax of a backward step: the op before, or the covered op that has the role."""
+    if role == "grad_input":
+        return indices[0] - 1, "grad_output"
+    for index in reversed(indices):
+        if role in block.ops[index].backward_quantizers:
+            return index, role
+    return indices[-1], role
 
 
 def _route(sources: Any, grads: Any, grad_public: list[Any], grad_extras: dict[tuple[int, int], Any]) -> None:

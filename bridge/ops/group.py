@@ -8,6 +8,7 @@ import torch
 
 from bridge.autograd import run
 from bridge.compat import in_backward
+from bridge.main_grad import MainGrad, main_grad_of
 from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, reads_weight_casts
 from bridge.state import fold_amaxes_
 from bridge.weight_cache import cached_params, modules_by_serial
@@ -71,6 +72,7 @@ class Group:
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
         self.switching = [m for m in modules if m.evaluation_op is not m.op]
         self.evaluation_block = Chain(tuple(m.evaluation_op for m in modules)) if self.switching else self.block
+        self.accumulating = [(i, module) for i, module in enumerate(modules) if module.accumulate_into_main_grad]
         self.providers = [(index, module) for index, module in enumerate(modules) if module.provides_kwargs]
 
     def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
@@ -84,20 +86,42 @@ class Group:
         recipe = self._recipe()
         if recipe is None:
             params = tuple([_params(module, None) for module in self.modules])
-            return run(block, params, x, extra_inputs, None, None, kwargs)[0]
+            return run(block, params, x, extra_inputs, None, None, kwargs, main_grads=self._main_grads())[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
         params = tuple([_params(module, casts) for module in self.modules])
         reads = state
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
-        outputs, amaxes = run(block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph())
+        outputs, amaxes = run(
+            block,
+            params,
+            x,
+            extra_inputs,
+            reads,
+            recipe,
+            kwargs,
+            closes=closes_in_graph(),
+            main_grads=self._main_grads(),
+        )
         if amaxes and torch.is_grad_enabled() and reads is state:
             fold_amaxes_(state, amaxes)
             if not compiling and not in_backward():
                 for module in self.quantized:
                     module.observed = True
         return outputs
+
+    def _main_grads(self) -> tuple[MainGrad, ...]:
+        """Where gradients of weights go that are not returned."""
+        if not self.accumulating or not torch.is_grad_enabled():
+            return ()
+        found = []
+        for index, module in self.accumulating:
+            for position, name in enumerate(module.op.param_names):
+                weight = getattr(module, name)
+                if name.startswith("weight") and weight.requires_grad:
+                    found.append(main_grad_of(index, position, name, weight, type(module).__name__))
+        return tuple(found)
 
     def _with_provided(self, kwargs: dict[int, dict[str, Any]], x: Any, evaluates: bool) -> dict[int, dict[str, Any]]:
         """The caller's forward kwargs by op index, and those that modules give themselves."""

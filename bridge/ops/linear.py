@@ -44,9 +44,9 @@ class BasicLinear(BasicOperation):
             tensor_parallel_group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
             rng_state_tracker_function=rng_state_tracker_function,
-            accumulate_into_main_grad=accumulate_into_main_grad,
             userbuffers_options=userbuffers_options,
         )
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         self.in_features, self.out_features = in_features, out_features
         super().__init__(fte.BasicLinear(in_features, out_features), device=device, dtype=dtype)
 

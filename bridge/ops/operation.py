@@ -87,6 +87,8 @@ class BasicOperation(FusibleOperation):
     """
 
     provides_kwargs: ClassVar[bool] = False
+    # whether gradients of weights are added to ``weight.main_grad``
+    accumulate_into_main_grad: bool = False
 
     def __init__(self, op: Op, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ _PROVIDED = frozenset(
         "prev_op_grad_output_quantizer",
         "next_op_input_quantizer",
         "extra_inputs",
+        "kwargs",
         "backend",
         "backward_override",
         "compute_dtype",
@@ -65,7 +67,8 @@ class FwdResult(NamedTuple):
     """What a forward returns. A plain ``(output, aux)`` means the same with the other fields empty.
 
     Attributes:
-        output: the main output.
+        output: the main output; None means "the main input, unchanged", which an op with :attr:`Op.passes_input` may
+            give.
         aux: fresh tensors that the backward needs, any pytree.
         extra_outputs: one per extra-output slot (for a fused op: one tuple per covered op).
         amaxes: observed amaxes by role; ``"output"`` is what the next op's input quantizer observed.
@@ -121,11 +124,14 @@ class BackwardContext:
         grad_extra_outputs: one gradient or None per extra-output slot; None counts as zeros.
         backend: name of the kernel backend.
         compute_dtype: the dtype that autocast asks for, or None.
+        grad_dtypes: the dtype that the gradient of each parameter is wanted in, None for the op's own choice; empty if
+            no dtype is asked for.
     """
 
     __slots__ = (
         "backend",
         "compute_dtype",
+        "grad_dtypes",
         "grad_extra_outputs",
         "prev_op_grad_output_quantizer",
         "quantizers",
@@ -142,7 +148,9 @@ class BackwardContext:
         grad_extra_outputs: tuple[torch.Tensor | None, ...],
         backend: str,
         compute_dtype: torch.dtype | None,
+        grad_dtypes: tuple[torch.dtype | None, ...] = (),
     ) -> None:
+        self.grad_dtypes = grad_dtypes
         self.saved = saved
         self.requires_grad = requires_grad
         self.quantizers = quantizers
@@ -168,6 +176,8 @@ class _Step(Value):
     inline_backward: ClassVar[bool] = False
     quantizes_output: ClassVar[bool] = False
     quantizes_grad_input: ClassVar[bool] = False
+    # whether ``setup_context`` takes the extra outputs as a third argument, to save what is returned already
+    saves_extra_outputs: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -233,6 +243,8 @@ class Op(_Step):
     free_device_slots: ClassVar[tuple[int, ...]] = ()
     accepts_quantized_input: ClassVar[bool] = False
     accepts_quantized_grad: ClassVar[bool] = False
+    # whether the op gives its main input unchanged (output None) where it has no forward quantizer
+    passes_input: ClassVar[bool] = False
     # whether neighbours cast for this op with its quantizers, instead of handing over high precision
     shares_quantizers: ClassVar[bool] = True
 
@@ -295,12 +307,17 @@ class Op(_Step):
     def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:
         """Raise a ``ValueError`` or ``TypeError`` unless the arguments fit the op. Runs before any kernel."""
 
+    def check_kwargs(self, kwargs: Mapping[str, Any], where: str) -> None:
+        """Raise likewise unless the forward kwargs of a call fit. Runs for an op that takes some, also if none came."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedOp(_Step):
     """Base of fused ops: the same contract over tuples, with one entry per covered basic op.
 
-    ``resolve_fwd_args`` gets ``params``, ``state``, ``requires_grad`` and ``extra_inputs`` as tuples, and
+    ``resolve_fwd_args`` gets ``params``, ``state``, ``requires_grad`` and ``extra_inputs`` as tuples, and, if it declares
+    a keyword ``kwargs``, a tuple with the dict of forward kwargs of every covered op (without it, a call that has some
+    for a covered op is refused).
     ``setup_context`` returns one saved pytree per covered op. ``resolve_bwd_args`` gets a tuple of contexts.
     A forward-only fusion must save exactly what the unfused backwards read, a backward-only one must read what the
     unfused forwards save.

@@ -62,7 +62,6 @@ LINEAR_OPTIONS = {
     "tensor_parallel_group": object(),
     "sequence_parallel": True,
     "rng_state_tracker_function": lambda: None,
-    "accumulate_into_main_grad": True,
 }
 
 
