@@ -24,7 +24,7 @@ section = @printf '\n==> %s\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench clean _pytest _notebooks
+.PHONY: help demo test lint types bench docs clean _pytest _notebooks
 
 help:
 	@echo 'usage: make TARGET [VARIABLE=VALUE ...]'
@@ -35,6 +35,7 @@ help:
 	@echo '  lint    ruff check, ruff format --check, import contracts'
 	@echo '  types   mypy'
 	@echo '  bench   run the benchmarks; pass them arguments with ARGS="..."'
+	@echo '  docs    write docs/operations.md from the code'
 	@echo '  clean   remove .venv, caches and build products'
 	@echo
 	@echo 'variables:'
@@ -80,6 +81,9 @@ bench: $(TEST_ENV)
 	$(BIN)/python -m tests.benchmarks.run $(ARGS)
 	$(BIN)/python -m tests.benchmarks.casts
 	$(BIN)/python -m tests.benchmarks.casts_nvfp4
+
+docs: $(TEST_ENV)
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache \

@@ -3,6 +3,7 @@
 from bridge import interop, ops
 from bridge.autograd import apply
 from bridge.gate import CompileEagerFallbackWarning, warn_compile_eager_fallback
+from bridge.glu import deinterleave_glu_tensor, interleave_glu_tensor
 from bridge.library import register_custom_op, register_custom_op_with_autograd
 from bridge.model_init import quantized_model_init
 from bridge.quantized_weight import QuantizedWeight
@@ -13,6 +14,8 @@ __all__ = [
     "QuantizedWeight",
     "apply",
     "autocast",
+    "deinterleave_glu_tensor",
+    "interleave_glu_tensor",
     "interop",
     "ops",
     "quantized_model_init",

@@ -96,7 +96,7 @@ def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, coun
 
 def _zeros_if_absent(grads: Any, like: Any) -> tuple[Any, ...]:
     """The rule for a main output that the loss does not use: its gradient is zeros."""
-    if grads[0] is not None:
+    if grads[0] is not None or like is None:  # a traced forward knows of no absent gradients
         return tuple(grads)
     shape, dtype, device = like
     return (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
@@ -130,7 +130,7 @@ class ChainFunction(torch.autograd.Function):
                     "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
                     "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
                 )
-            grads = _zeros_if_absent(grads, ctx.like)
+            grads = _zeros_if_absent(grads, getattr(ctx, "like", None))
         device = grads[0].device.type
         saved = pytree.tree_unflatten(ctx.saved_spec, merge_saved(ctx.values, ctx.saved_tensors))
         # a traced backward always leaves autocast: the state that matters is the one around the compiled call

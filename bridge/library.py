@@ -188,7 +188,7 @@ class _StandAlone(torch.autograd.Function):
         kept, ctx.values = split_saved(saved)
         ctx.save_for_backward(*kept)
         ctx.call = call
-        return result.output
+        return tensors[0].clone() if result.output is None else result.output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -7,6 +7,7 @@ annotation                                       slots
 a node class (nested bundle, quantized tensor,   the node's own slots under ``<field>_<name>``
 bound quantizer), also optional
 ``Tensor | QuantizedTensor`` (also ``| None``)   the tensor's slot and the node's slots
+``tuple[X, ...]`` with ``X`` one of these        ``Tensor[]``: all its tensors; its structure is a constant
 ``int``, ``float``, ``bool``, ``str``            ``SymInt``, ``Scalar``, ``bool``, ``str`` (``?`` if optional)
 ``torch.dtype``, ``torch.device``                ``ScalarType``, ``Device``
 anything else hashable (values, enums, tuples)   one shared last slot, ``str constants``
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from functional_te import pytree
 from functional_te._value import Value, value_of
 from functional_te.tensor_spec import TensorSpec
 
@@ -47,6 +49,7 @@ class _Field:
         plain: slot type of a plain value, or an empty string.
         optional: whether None may stand here.
         constant: whether the value goes into the shared slot of constants.
+        many: whether it is a tuple of tensors or nodes, which travels as a list of tensors and its structure.
     """
 
     name: str
@@ -55,6 +58,7 @@ class _Field:
     plain: str
     optional: bool
     constant: bool
+    many: bool = False
 
 
 def _is_node(annotation: Any) -> bool:
@@ -66,9 +70,23 @@ def _parse(bundle: type[Any]) -> tuple[_Field, ...]:
     return tuple(_parse_field(bundle, field.name, hints[field.name]) for field in dataclasses.fields(bundle))
 
 
-def _parse_field(bundle: type[Any], name: str, annotation: Any) -> _Field:
+def _members(annotation: Any) -> tuple[Any, ...]:
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if union else (annotation,)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def _is_many(annotation: Any) -> bool:
+    """Whether a field is a tuple of any length of tensors or nodes."""
+    inner = typing.get_args(annotation)
+    if typing.get_origin(annotation) is not tuple or len(inner) != 2 or inner[1] is not Ellipsis:
+        return False
+    return any(member is torch.Tensor or _is_node(member) for member in _members(inner[0]))
+
+
+def _parse_field(bundle: type[Any], name: str, annotation: Any) -> _Field:
+    if _is_many(annotation):
+        return _Field(name, False, (), "", False, constant=False, many=True)
+    members = _members(annotation)
     optional = type(None) in members
     members = tuple(member for member in members if member is not type(None))
     tensor = torch.Tensor in members
@@ -92,6 +110,8 @@ def _signature(fields: tuple[_Field, ...], prefix: str, inside: bool) -> list[st
             slots.extend(_signature(inner, tag, True))
         if field.plain:
             slots.append(f"{field.plain}{maybe} {name}")
+        if field.many:
+            slots.append(f"Tensor[] {name}")
     return slots
 
 
@@ -135,7 +155,8 @@ class Schema:
         self.fields = _parse(bundle)
         slots = _signature(self.fields, "", False)
         self.arguments = ", ".join([*slots, "str constants"])
-        self._encode, self._summary = _generate(bundle, self.fields, [slot.split()[0].rstrip("?") for slot in slots])
+        self._kinds = [slot.split()[0].rstrip("?") for slot in slots]
+        self._encode, self._summary = _generate(bundle, self.fields, self._kinds)
 
     def encode(self, args: Any) -> tuple[Any, ...]:
         """The flat arguments of a bundle."""
@@ -143,14 +164,20 @@ class Schema:
         return (*flat, _constants_text(constants))
 
     def summary(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the structure of a result may depend on: for every slot (dimensions, dtype) of a tensor, a bool, a
-        string, a dtype; None where there is none; numbers are left out. Traceable, and constant to a tracer.
+        """What the structure of a result may depend on: for every slot (dimensions, dtype) of a tensor (a tuple of them
+        for a list), a bool, a string, a dtype; None where there is none; numbers are left out. Traceable, and constant
+        to a tracer.
         """
         return (*self._summary(flat), flat[-1])
 
     def placeholder(self, summary: tuple[Any, ...]) -> Any:
         """A bundle of :class:`TensorSpec` that has this summary, for evaluating a result's structure."""
-        flat = [TensorSpec((2,) * slot[0], slot[1]) if isinstance(slot, tuple) else slot for slot in summary]
+        flat: list[Any] = list(summary)
+        for position, kind in enumerate(self._kinds):
+            if kind == "Tensor[]":
+                flat[position] = [TensorSpec((2,) * dims, dtype) for dims, dtype in summary[position]]
+            elif isinstance(summary[position], tuple):
+                flat[position] = TensorSpec((2,) * summary[position][0], summary[position][1])
         return self.decode(tuple(flat))
 
     def decode(self, flat: tuple[Any, ...]) -> Any:
@@ -166,7 +193,12 @@ class _Source:
         self.lines: list[str] = []
         self.flat: list[str] = []
         self.constants: list[str] = []
-        self.classes: dict[str, Any] = {"Tensor": torch.Tensor, "uid": _uid_or_self, "refuse": _refuse}
+        self.classes: dict[str, Any] = {
+            "Tensor": torch.Tensor,
+            "uid": _uid_or_self,
+            "refuse": _refuse,
+            "flatten": _flatten_many,
+        }
 
     def name(self) -> str:
         return f"v{len(self.lines)}"
@@ -182,6 +214,19 @@ def _uid_or_self(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple([_uid_or_self(item) for item in value])
     return operator.index(value) if type(value) is int else value
+
+
+def _flatten_many(values: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors of a tuple, and its structure as a constant: what :func:`functional_te.pytree.rebuild` takes."""
+    flat: list[torch.Tensor] = []
+    return flat, _frozen(pytree.structure(() if values is None else values, flat))
+
+
+def _frozen(structure: Any) -> Any:
+    if structure is None or isinstance(structure, str):
+        return structure
+    kind, children, static_values = structure
+    return kind, tuple([_frozen(child) for child in children]), None if static_values is None else tuple(static_values)
 
 
 def _refuse(bundle: str, field: str, value: Any) -> Any:
@@ -200,6 +245,7 @@ def _generate(bundle: type[Any], fields: tuple[_Field, ...], kinds: list[str]) -
     constants = "".join(f"{constant}, " for constant in source.constants)
     summaries = {
         "Tensor": "None if flat[{i}] is None else (flat[{i}].dim(), flat[{i}].dtype)",
+        "Tensor[]": "tuple([(tensor.dim(), tensor.dtype) for tensor in flat[{i}]])",
         "SymInt": "1",
         "Scalar": "1.0",
     }
@@ -230,6 +276,12 @@ def _generate_fields(source: _Source, bundle: str, fields: tuple[_Field, ...], h
         if field.plain:
             source.flat.append(value)
             continue
+        if field.many:
+            tensors, structure = f"{value}_tensors", f"{value}_structure"
+            source.lines.append(f"{tensors}, {structure} = flatten({value})")
+            source.flat.append(tensors)
+            source.constants.append(f"uid({structure})")
+            continue
         choice = ["0 if {v} is None else "]
         if field.tensor:
             tensor = source.name()
@@ -258,6 +310,10 @@ def _decode(bundle: Any, fields: tuple[_Field, ...], flat: Any, constants: Any) 
             continue
         if field.plain:
             values[field.name] = next(flat)
+            continue
+        if field.many:
+            tensors = next(flat)
+            values[field.name] = pytree.rebuild(next(constants), tensors)
             continue
         options: list[Any] = [None, next(flat) if field.tensor else None]
         options.extend(_decode(kind, inner, flat, constants) for kind, inner in field.nodes)

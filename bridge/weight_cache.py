@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge.quantized_weight import QuantizedWeight, quantized_of
 from functional_te._value import value_of
-from functional_te.fuser.plan import state_roles_of
+from functional_te.fuser.plan import quantizer_of, state_roles_of
 from functional_te.kernels import kernels, resolve_backend
 from functional_te.quantization.quantizers import Quantizer
 from functional_te.quantization.tensor import CachedWeight, QuantizedTensor, bind
-from functional_te.recipes import Recipe, Role
+from functional_te.recipes import Recipe
 
 if TYPE_CHECKING:
     from bridge.ops.operation import BasicOperation
@@ -96,8 +96,8 @@ def weight_quantizers(module: BasicOperation, recipe: Recipe) -> dict[str, Quant
     op, found = module.op, {}
     for name in op.param_names:
         if name in op.forward_quantizers:
-            quantizer = recipe.quantizer(Role(type(op).__name__, name, op.name))
-            if isinstance(quantizer, Quantizer):
+            quantizer = quantizer_of(op, name, recipe)
+            if quantizer is not None:
                 found[name] = _both_copies(quantizer)
     return found
 

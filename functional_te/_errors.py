@@ -15,6 +15,11 @@ def type_error(where: str, argument: str, wanted: str, got: Any, fix: str = "") 
     return TypeError(_message(where, argument, wanted, got, fix))
 
 
+def runtime_error(where: str, argument: str, wanted: str, got: Any, fix: str = "") -> RuntimeError:
+    """A ``RuntimeError`` reading ``where: argument: expected ..., got .... fix``."""
+    return RuntimeError(_message(where, argument, wanted, got, fix))
+
+
 def kind_of(value: Any) -> str:
     """What a value of the wrong kind is, for a message."""
     return f"the class {value.__name__}; call it" if isinstance(value, type) else type(value).__name__

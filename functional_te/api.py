@@ -208,14 +208,15 @@ def bind_kwargs(block: Chain, kwargs: Any) -> dict[int, dict[str, Any]]:
 
     Raises:
         TypeError: no mapping.
-        ValueError: an index outside the chain, or a name that the op does not take.
+        ValueError: an index outside the chain, a name that the op does not take, or what the op's check refuses.
     """
-    if not kwargs:
+    asking: tuple[int, ...] = block.kwarg_ops  # type: ignore[attr-defined]
+    if not kwargs and not asking:
         return {}
-    if not isinstance(kwargs, Mapping):
+    if kwargs is not None and not isinstance(kwargs, Mapping):
         raise type_error("chain", "kwargs", "a mapping from op index to kwargs", type(kwargs).__name__)
-    bound = {}
-    for index, own in kwargs.items():
+    bound: dict[int, dict[str, Any]] = {}
+    for index, own in (kwargs or {}).items():
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(block):
             raise value_error("chain", "kwargs", f"op indices in [0, {len(block)})", repr(index))
         if not isinstance(own, Mapping):
@@ -225,6 +226,8 @@ def bind_kwargs(block: Chain, kwargs: Any) -> dict[int, dict[str, Any]]:
             if name not in names:
                 raise value_error(where(block.ops, index), "kwargs", f"names among {sorted(names)}", repr(name))
         bound[index] = dict(own)
+    for index in asking:
+        block.ops[index].check_kwargs(bound.get(index, {}), where(block.ops, index))
     return bound
 
 
@@ -264,7 +267,7 @@ def apply(
     )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
-    bound = bind_kwargs(block, kwargs) if kwargs else None
+    bound = bind_kwargs(block, kwargs)
     if torch.is_grad_enabled():
         with torch.no_grad():
             outcome = forward_pass(plan, x, params, state, extra_inputs, bound)

@@ -57,6 +57,8 @@ class Chain(Value):
             if to_caller
         )
         object.__setattr__(self, "extra_outputs", returned)
+        # the ops that take forward kwargs
+        object.__setattr__(self, "kwarg_ops", tuple(i for i, op in enumerate(self.ops) if op.fwd_kwarg_names))
         # caches of what is derived from this value; see fuser.plan and pipeline.check
         object.__setattr__(self, "plans", {})
         object.__setattr__(self, "checked", {})

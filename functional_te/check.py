@@ -37,8 +37,13 @@ def infer(
     x: Any,
     extra_inputs: tuple[Any, ...] = (),
     compute_dtype: torch.dtype | None = None,
+    multiples: tuple[int, ...] = (),
 ) -> ShapeResult:
-    """Check every argument of every op in order and evaluate shapes and dtypes, without storage."""
+    """Check every argument of every op in order and evaluate shapes and dtypes, without storage.
+
+    Args:
+        multiples: :attr:`Plan.input_multiples`, or nothing to leave casts out of the check.
+    """
     _check_structure(block, params, extra_inputs)
     device = _device(x)
     produced: dict[tuple[int, int], Any] = {}
@@ -57,11 +62,21 @@ def infer(
             else:
                 extras.append(produced[source.op, source.slot])
         op.check(flow, own, tuple(extras), here)
+        if multiples and multiples[index] > 1:
+            _check_features(flow, multiples[index], here)
+        if not op.describes_output:
+            return ShapeResult(flow, tuple(produced.get(place, flow) for place in block.extra_outputs))
         result = _evaluate(op, flow, own, tuple(extras), compute_dtype)
         for slot, spec in enumerate(result.extra_outputs):
             produced[index, slot] = spec
-        flow = _logical(result.output)
+        flow = flow if result.output is None else _logical(result.output)
     return ShapeResult(flow, tuple(produced[place] for place in block.extra_outputs))
+
+
+def _check_features(x: Any, multiple: int, here: str) -> None:
+    if len(x.shape) == 0 or x.shape[-1] % multiple:
+        wanted = f"a last dimension that is a multiple of {multiple} to be cast"
+        raise value_error(here, "input", wanted, f"shape {tuple(x.shape)}")
 
 
 def _evaluate(op: Any, x: Any, params: Any, extras: tuple[Any, ...], compute_dtype: torch.dtype | None) -> FwdResult:
@@ -127,7 +142,7 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
     """Check the tensors of a call; remembered by their shapes, dtypes and devices."""
     block = plan.chain
     if torch.compiler.is_compiling():
-        infer(block, params, x, extra_inputs, plan.compute_dtype)
+        infer(block, params, x, extra_inputs, plan.compute_dtype, plan.input_multiples)
         _check_copies(plan, params, x)
         return
     checked: dict[Any, None] = block.checked  # type: ignore[attr-defined]
@@ -137,6 +152,7 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
             x.dtype,
             x.device,
             plan.compute_dtype,
+            plan.input_multiples,
             len(params),
             type(x),
             getattr(x, "layout", None),
@@ -154,12 +170,12 @@ def check_call(plan: Plan, params: Any, x: Any, extra_inputs: tuple[Any, ...]) -
             key.append((plan, _copies(x)))
         known = tuple(key)
     except (AttributeError, KeyError, IndexError, TypeError):  # something is amiss: the walk says what
-        infer(block, params, x, extra_inputs, plan.compute_dtype)
+        infer(block, params, x, extra_inputs, plan.compute_dtype, plan.input_multiples)
         raise
     if known in checked:
         return
     _refuse_specs(block, params, x, extra_inputs)
-    infer(block, params, x, extra_inputs, plan.compute_dtype)
+    infer(block, params, x, extra_inputs, plan.compute_dtype, plan.input_multiples)
     _check_copies(plan, params, x)
     if len(checked) >= 1024:
         checked.clear()
@@ -177,7 +193,11 @@ def _check_copies(plan: Plan, params: Any, x: Any) -> None:
     """Raise unless quantized operands that the caller gives have the copies that the plan's products read."""
     block = plan.chain
     forward_only = plan.recipe is not None and plan.recipe.override is not None
-    given = [(0, "input", x)]
+    # a tensor that comes in cast is read by the first op that does not merely pass it on
+    first = 0
+    while first < len(block.ops) and block.ops[first].passes_input:
+        first += 1
+    given = [(first, "input", x)] if first < len(block.ops) else []
     for index, name in plan.param_slots:
         param = params[index][name]
         given.append((index, name, param.quantized if isinstance(param, CachedWeight) else param))

@@ -5,6 +5,7 @@ Each runs the op's own implementation on the reference kernels. Use :func:`funct
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +18,23 @@ from functional_te.ops import (
     GLU,
     QGEGLU,
     QGELU,
+    AdaptiveLayerNorm,
     Bias,
     ClampedSwiGLU,
     ConstantScale,
+    Dropout,
+    GroupedLinear,
+    L2Normalization,
     LayerNorm,
     Op,
     ReGLU,
     ReLU,
     RMSNorm,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiLU,
     SiTUGLU,
     SReGLU,
@@ -34,12 +44,16 @@ from functional_te.ops import (
 from functional_te.quantization.recipes import Recipe
 
 __all__ = [
+    "adaptive_layer_norm",
     "bias",
     "clamped_swiglu",
     "constant_scale",
+    "dropout",
     "geglu",
     "gelu",
     "glu",
+    "grouped_linear",
+    "l2_normalization",
     "layer_norm",
     "linear",
     "qgeglu",
@@ -47,6 +61,11 @@ __all__ = [
     "reglu",
     "relu",
     "rms_norm",
+    "scaled_clamped_qgeglu",
+    "scaled_situglu",
+    "scaled_srelu",
+    "scaled_swiglu",
+    "scaled_tanh_srelu",
     "silu",
     "situglu",
     "sreglu",
@@ -82,6 +101,41 @@ def linear(
     return api.apply(block, params, x, recipe=recipe, state=state).output
 
 
+def grouped_linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor] | torch.Tensor,
+    splits: torch.Tensor,
+    biases: Sequence[torch.Tensor] | torch.Tensor | None = None,
+    *,
+    scales: torch.Tensor | None = None,
+    recipe: Recipe | None = None,
+    state: Any = None,
+) -> torch.Tensor:
+    """``x_t @ W_g.T + s_t b_g`` for every row ``t`` of group ``g``.
+
+    Args:
+        x: ``[..., in_features]``.
+        weights: ``[out_features, in_features]`` of each group, or one tensor ``[G, out_features, in_features]``.
+        splits: rows of each group, integers ``[G]``; see :class:`functional_te.ops.GroupedLinear`.
+        biases: ``[out_features]`` of each group, one tensor ``[G, out_features]``, or None.
+        scales: one factor of the bias per row, or None.
+        recipe: a recipe, or None for high precision.
+        state: quantizer state for a recipe that has some; see :func:`functional_te.init_state`.
+
+    Returns:
+        ``[..., out_features]``.
+    """
+    single, single_bias = isinstance(weights, torch.Tensor), isinstance(biases, torch.Tensor)
+    out_features, in_features = weights[0].shape
+    op = GroupedLinear(
+        len(weights), in_features, out_features, biases is not None, scales is not None, single, single_bias
+    )
+    values = [*((weights,) if single else weights), *((biases,) if single_bias else biases or ())]
+    params = (dict(zip(op.param_names, values, strict=True)),)
+    extras = (splits,) if scales is None or biases is None else (splits, scales)
+    return api.apply(op, params, x, *extras, recipe=recipe, state=state).output
+
+
 def bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """``x + bias`` on the last dimension."""
     return api.apply(Bias(bias.shape[0]), ({"bias": bias},), x).output
@@ -106,6 +160,39 @@ def layer_norm(
     """``g * (x - mean(x)) / sqrt(var(x) + eps) + bias`` over the trailing dimensions that ``weight`` has."""
     op = LayerNorm(tuple(weight.shape), eps, zero_centered_gamma)
     return api.apply(op, ({"weight": weight, "bias": bias},), x).output
+
+
+def l2_normalization(x: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+    """``x / sqrt(sum(x**2) + eps)`` over the last dimension, in the dtype of ``x``."""
+    return _pointwise(L2Normalization(eps), x)
+
+
+def adaptive_layer_norm(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float = 1e-5, batch_dim: int = 0
+) -> torch.Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * (1 + scale) + shift`` over the last dimension, in the dtype of ``x``.
+
+    Args:
+        x: ``[..., hidden]`` with two or more dimensions.
+        scale: ``[batch, hidden]``, or the rank of ``x`` with every dimension but batch and last equal to 1.
+        shift: likewise.
+        eps: added to the variance.
+        batch_dim: the dimension of ``x`` that scale and shift have rows for.
+    """
+    op = AdaptiveLayerNorm(x.shape[-1], eps, batch_dim)
+    return api.apply(op, ({},), x, scale, shift).output
+
+
+def dropout(x: torch.Tensor, key: torch.Tensor | None, *, p: float, training: bool = True) -> torch.Tensor:
+    """``x * keep / (1 - p)`` with a mask that is a function of ``key``; a copy of ``x`` if not ``training``.
+
+    Args:
+        x: any shape.
+        key: int64 ``[2]``, see :func:`functional_te.make_key`; the same key gives the same mask.
+        p: probability to drop, in [0, 1), honoured to ``2**-16``.
+        training: whether anything is dropped.
+    """
+    return api.apply(Dropout(p), ({},), x, kwargs={0: {"key": key, "training": training}}).output
 
 
 def constant_scale(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -192,3 +279,47 @@ def clamped_swiglu(
         limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset, glu_interleave_size=glu_interleave_size
     )
     return _pointwise(op, x)
+
+
+def scaled_swiglu(x: torch.Tensor, scale: torch.Tensor, *, glu_interleave_size: int | None = None) -> torch.Tensor:
+    """``scale * silu(a) * b`` with ``x = [a | b]`` and one scale per row."""
+    return _scaled(ScaledSwiGLU(glu_interleave_size), x, scale)
+
+
+def scaled_situglu(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
+    glu_interleave_size: int | None = None,
+) -> torch.Tensor:
+    """:func:`situglu` times one scale per row."""
+    return _scaled(ScaledSiTUGLU(glu_interleave_size, beta1, beta2), x, scale)
+
+
+def scaled_clamped_qgeglu(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
+    glu_interleave_size: int | None = None,
+) -> torch.Tensor:
+    """:func:`clamped_swiglu` times one scale per row."""
+    return _scaled(ScaledClampedQGeGLU(glu_interleave_size, limit, alpha, glu_linear_offset), x, scale)
+
+
+def scaled_srelu(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``scale * max(x, 0)**2`` with one scale per row."""
+    return _scaled(ScaledSReLU(), x, scale)
+
+
+def scaled_tanh_srelu(x: torch.Tensor, scale: torch.Tensor, *, tanh_clamp_scale: float) -> torch.Tensor:
+    """``scale * (s tanh(max(x, 0) / s))**2`` with ``s = tanh_clamp_scale`` and one scale per row."""
+    return _scaled(ScaledTanhSReLU(tanh_clamp_scale), x, scale)
+
+
+def _scaled(op: Op, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return api.apply(op, ({},), x, scale).output

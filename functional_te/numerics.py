@@ -242,8 +242,9 @@ def numerics(
     return Numerics(entries=watch.entries())
 
 
-def _default_gradient(output: torch.Tensor) -> torch.Tensor:
+def _default_gradient(output: Any) -> torch.Tensor:
     """The gradient of the mean of the squared output."""
+    output = output.dequantize() if isinstance(output, QuantizedTensor) else output
     return (output.to(torch.float32) * (2.0 / max(output.numel(), 1))).to(output.dtype)
 
 

@@ -65,9 +65,9 @@ def _bind_all(pairs: Any, state: Any, index: int) -> dict[str, BoundQuantizer]:
     return {role: _bind(quantizer, state, index, role) for role, quantizer in pairs}
 
 
-def _extra_input(source: Any, public: Any, produced: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-    extra: torch.Tensor = public[source.public] if source.public >= 0 else produced[source.op, source.slot]
-    return extra
+def _extra_input(source: Any, public: Any, produced: dict[tuple[int, int], torch.Tensor]) -> Any:
+    # None for what a fused op produces and consumes itself
+    return public[source.public] if source.public >= 0 else produced.get((source.op, source.slot))
 
 
 def _forward_args(
@@ -105,7 +105,7 @@ def _forward_args(
 
 def _check_kwargs(plan: Plan, kwargs: dict[int, dict[str, Any]]) -> None:
     """Raise if a fused op would drop forward kwargs of an op that it covers."""
-    for step in plan.forward:
+    for step in plan.forward if kwargs else ():
         if not step.fused or step.takes_kwargs:
             continue
         for index in step.indices:
@@ -117,6 +117,16 @@ def _check_kwargs(plan: Plan, kwargs: dict[int, dict[str, Any]]) -> None:
                     f"{sorted(kwargs[index])}",
                     "Leave the fusion out; see fte.plan().",
                 )
+
+
+def _forward_observer(step: ForwardStep, role: str) -> tuple[int, str]:
+    """Whose quantizer observed an amax of a forward step: the op behind, or the covered op that has the role."""
+    if role == "output":
+        return step.indices[-1] + 1, "input"
+    position, _, own = role.rpartition(":")
+    if position:
+        return step.indices[int(position)], own
+    return step.owners.get(role, step.indices[0]), role
 
 
 def _save(step: ForwardStep, args: Any, result: FwdResult, saved: list[Any]) -> None:
@@ -140,8 +150,8 @@ def forward_pass(
     launch: Callable[[Any, str, Any], Any] | None = None,
 ) -> ForwardOutcome:
     """Run the forward of a plan. Arguments are taken to fit; see :func:`functional_te.apply`."""
-    if kwargs:
-        _check_kwargs(plan, kwargs)
+    kwargs = kwargs or {}
+    _check_kwargs(plan, kwargs)
     amaxes: Amaxes = {}
     produced: dict[tuple[int, int], torch.Tensor] = {}
     saved: list[Any] = [None] * len(plan.chain.ops)
@@ -153,7 +163,7 @@ def forward_pass(
             own = tuple([params[i] for i in step.indices]) if step.fused else params[first]
             args = op.resolve_fwd_args(x, params=own, **step.static_kwargs)  # type: ignore[union-attr]
         else:
-            call = _forward_args(step, params, state, extra_inputs, produced, kwargs or {})
+            call = _forward_args(step, params, state, extra_inputs, produced, kwargs)
             args = op.resolve_fwd_args(x, **call)  # type: ignore[union-attr]
         result = op.forward_impl(args) if launch is None else launch(op, "forward", args)  # type: ignore[union-attr]
         if type(result) is not FwdResult:
@@ -167,8 +177,7 @@ def forward_pass(
                     produced[index, slot] = extra
         if result.amaxes is not None:
             for role, amax in result.amaxes.items():
-                place = (step.indices[-1] + 1, "input") if role == "output" else (step.owners.get(role, first), role)
-                amaxes[place] = amax
+                amaxes[_forward_observer(step, role)] = amax
         if step.saves_any:
             _save(step, args, result, saved)
     extra_outputs = tuple([produced[place] for place in plan.chain.extra_outputs])
@@ -248,8 +257,7 @@ def backward_pass(
                 grad_params[index] = tuple(grads)
         if result.grad_extra_inputs:
             groups = result.grad_extra_inputs if step.fused else (result.grad_extra_inputs,)
-            for index, grads in zip(step.indices, groups, strict=True):
-                _route(block.extra_sources[index], grads, grad_public, grad_extras)
+            _route([block.extra_sources[index] for index in step.indices], groups, grad_public, grad_extras)
         if result.amaxes is not None:
             for role, amax in result.amaxes.items():
                 amaxes[_observer(block, step.indices, role)] = amax
@@ -262,6 +270,9 @@ def _observer(block: Any, indices: tuple[int, ...], role: str) -> tuple[int, str
     """Whose quantizer observed an amax of a backward step: the op before, or the covered op that has the role."""
     if role == "grad_input":
         return indices[0] - 1, "grad_output"
+    position, _, own = role.rpartition(":")
+    if position:
+        return indices[int(position)], own
     for index in reversed(indices):
         if role in block.ops[index].backward_quantizers:
             return index, role
@@ -269,8 +280,9 @@ def _observer(block: Any, indices: tuple[int, ...], role: str) -> tuple[int, str
 
 
 def _route(sources: Any, grads: Any, grad_public: list[Any], grad_extras: dict[tuple[int, int], Any]) -> None:
-    """Send gradients of extra inputs to the caller or to the producing op, summed out of place."""
-    for source, grad in zip(sources, grads, strict=True):
+    """Send gradients of extra inputs of every covered op to the caller or to the producing op, summed out of place."""
+    pairs = [pair for own, found in zip(sources, grads, strict=True) if found for pair in zip(own, found, strict=True)]
+    for source, grad in pairs:
         if grad is None:
             continue
         if source.public >= 0:

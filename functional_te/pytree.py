@@ -90,9 +90,12 @@ def tree_unflatten(spec: Any, flat: Any) -> Any:
 # library are made of nodes, tuples, lists, dicts and None, so a traced region walks them with the few lines below.
 
 
-def structure(tree: Any) -> Any:
-    """The structure of ``tree`` in the form that :func:`rebuild` takes, in traced and in ordinary code."""
-    return _traced_flatten(tree, [])
+def structure(tree: Any, flat: list[Any] | None = None) -> Any:
+    """The structure of ``tree`` in the form that :func:`rebuild` takes, in traced and in ordinary code.
+
+    Its leaves are appended to ``flat``, if one is given.
+    """
+    return _traced_flatten(tree, [] if flat is None else flat)
 
 
 def rebuild(spec: Any, flat: Any) -> Any:

@@ -13,6 +13,8 @@ import functional_te as fte
 from functional_te import pytree
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# ops whose extra inputs are all floating, with the last dimension they take
+FLOATING_OPS = tuple((op, last) for op, last in fte.ops.OPS if not isinstance(op, fte.GroupedLinear))
 # rtol and atol of Transformer Engine's own tests of te.ops
 TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
 DELAYED = fte.recipes.DelayedScaling(amax_history_len=4)
@@ -59,6 +61,13 @@ def random_params(block: Any, dtype: torch.dtype = torch.float32, seed: int = 0)
 def uniform(shape: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Values in [-1, 1)."""
     return (2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1).to(dtype)
+
+
+def extra_shape(op: fte.Op, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of an op's extra inputs beside a main input of ``shape``."""
+    if isinstance(op, fte.AdaptiveLayerNorm):
+        return (shape[op.batch_dim], shape[-1])
+    return shape[:-1] if isinstance(op, fte.ops.ScaledActivation) else shape
 
 
 def require_grad(tree: Any) -> Any:

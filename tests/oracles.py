@@ -39,7 +39,7 @@ def halves(op: fte.Op, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gated(op: fte.Op, x: Tensor) -> Tensor:
     a, b = halves(op, x)
-    match type(op).__name__:
+    match type(op).__name__.removeprefix("Scaled"):
         case "GLU":
             return _logistic(a) * b
         case "GEGLU":
@@ -55,7 +55,7 @@ def _gated(op: fte.Op, x: Tensor) -> Tensor:
         case "SiTUGLU":
             gate = op.beta1 * torch.tanh(a / op.beta1) * _logistic(a)
             return gate * op.beta2 * torch.tanh(b / op.beta2)
-        case "ClampedSwiGLU":
+        case "ClampedSwiGLU" | "ClampedQGeGLU":
             gate = torch.where(a <= op.limit, a, torch.full_like(a, op.limit))
             inside = (b >= -op.limit) & (b <= op.limit)
             linear = torch.where(inside, b, op.limit * torch.sign(b).detach()) + op.glu_linear_offset
@@ -72,6 +72,12 @@ _UNARY = {
 }
 
 
+def _unscaled(op: fte.Op, x: Tensor) -> Tensor:
+    if isinstance(op, fte.ScaledTanhSReLU):
+        return (op.tanh_clamp_scale * torch.tanh(_relu(x) / op.tanh_clamp_scale)) ** 2
+    return _srelu(x) if isinstance(op, fte.ScaledSReLU) else _gated(op, x)
+
+
 def _norm(op: fte.Op, x: Tensor, params: dict[str, Tensor]) -> Tensor:
     dims = tuple(range(-len(op.normalized_shape), 0))
     gain = 1 + params["weight"] if op.zero_centered_gamma else params["weight"]
@@ -81,30 +87,65 @@ def _norm(op: fte.Op, x: Tensor, params: dict[str, Tensor]) -> Tensor:
     return gain * centered / torch.sqrt((centered**2).mean(dims, keepdim=True) + op.eps) + params["bias"]
 
 
+def _adaptive_norm(op: fte.Op, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    xhat = centered / torch.sqrt((centered**2).mean(-1, keepdim=True) + op.eps)
+    shape = [size if dim in (op.batch_dim, x.dim() - 1) else 1 for dim, size in enumerate(x.shape)]
+    return xhat * (1 + scale.reshape(shape)) + shift.reshape(shape)
+
+
+def _grouped(op: fte.Op, x: Tensor, params: dict[str, Tensor], splits: Tensor, scales: Tensor | None) -> Tensor:
+    parts, start = [], 0
+    for group, rows in enumerate(splits.tolist()):
+        own = x[start : start + int(rows)]
+        weight = params["weight"][group] if op.single_weight else params[f"weight{group}"]
+        y = (own.unsqueeze(-2) * weight).sum(-1)
+        if op.bias:
+            bias = params["bias"][group] if op.single_bias else params[f"bias{group}"]
+            y = y + (bias if scales is None else scales[start : start + int(rows)].unsqueeze(-1) * bias)
+        parts.append(y)
+        start += int(rows)
+    return torch.cat(parts)
+
+
+def _dropout(op: fte.Op, x: Tensor) -> Tensor:
+    assert op.p == 0, "a mask needs a key"
+    return x
+
+
+def _same(op: fte.Op, x: Tensor, params: dict[str, Tensor], extras: tuple[Tensor, ...]) -> Tensor:
+    return x
+
+
+# from (op, x, params, extra inputs) to the main output
+_FORMULAS = {
+    # of one rank, and in high precision
+    **dict.fromkeys(("Identity", "AllReduce", "AllGather", "ReduceScatter", "Quantize", "MakeExtraOutput"), _same),
+    "BasicLinear": lambda op, x, params, extras: (x.unsqueeze(-2) * params["weight"]).sum(-1),
+    "Bias": lambda op, x, params, extras: x + params["bias"],
+    "ConstantScale": lambda op, x, params, extras: x * op.scale,
+    "AddExtraInput": lambda op, x, params, extras: extras[0] + x,
+    "Reshape": lambda op, x, params, extras: x.reshape(op.shape),
+    "Dropout": lambda op, x, params, extras: _dropout(op, x),
+    "GroupedLinear": lambda op, x, params, extras: _grouped(op, x, params, extras[0], *(extras[1:] or (None,))),
+    "L2Normalization": lambda op, x, params, extras: x / torch.sqrt((x**2).sum(-1, keepdim=True) + op.eps),
+    "AdaptiveLayerNorm": lambda op, x, params, extras: _adaptive_norm(op, x, *extras),
+    "RMSNorm": lambda op, x, params, extras: _norm(op, x, params),
+    "LayerNorm": lambda op, x, params, extras: _norm(op, x, params),
+}
+
+
 def reference(
     op: fte.Op, x: Tensor, params: dict[str, Tensor], extras: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Main output and extra outputs of one op."""
     name = type(op).__name__
+    if name.startswith("Scaled"):
+        return extras[0].reshape(*x.shape[:-1], 1) * _unscaled(op, x), ()
     if name in _UNARY:
         return _UNARY[name](x), ()
-    if name in ("RMSNorm", "LayerNorm"):
-        return _norm(op, x, params), ()
-    match name:
-        case "Identity":
-            return x, ()
-        case "BasicLinear":
-            return (x.unsqueeze(-2) * params["weight"]).sum(-1), ()
-        case "Bias":
-            return x + params["bias"], ()
-        case "ConstantScale":
-            return x * op.scale, ()
-        case "AddExtraInput":
-            return extras[0] + x, ()
-        case "MakeExtraOutput":
-            return x, (x,)
-        case "Reshape":
-            return x.reshape(op.shape), ()
+    if name in _FORMULAS:
+        return _FORMULAS[name](op, x, params, extras), (x,) * op.num_extra_outputs
     return _gated(op, x), ()
 
 
@@ -116,9 +157,7 @@ def run(
     public = iter(extras)
     outputs = []
     for op, own in zip(block.ops, params, strict=True):
-        taken = ()
-        if isinstance(op, fte.AddExtraInput):
-            taken = (channels[op.channel] if op.channel is not None else next(public),)
+        taken = tuple(next(public) if channel is None else channels[channel] for channel in op.extra_input_channels)
         x, made = reference(op, x, own, taken)
         for extra in made:
             if op.channel is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import functional_te as fte
-from functional_te.ops import OPS
+from tests.helpers import FLOATING_OPS, extra_shape, uniform
 
 RESIDUAL = fte.chain(
     fte.MakeExtraOutput(channel="r"),
@@ -22,13 +22,13 @@ RESIDUAL = fte.chain(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("op", "size"), OPS, ids=lambda value: type(value).__name__ if isinstance(value, fte.Op) else ""
+    ("op", "size"), FLOATING_OPS, ids=lambda value: type(value).__name__ if isinstance(value, fte.Op) else ""
 )
 def test_every_op(op, size, dtype) -> None:
     block = fte.chain(op)
     params = fte.init(block, dtype=dtype)
     x = torch.randn(4, 2, size, dtype=dtype)
-    extras = [torch.randn_like(x) for _ in range(block.num_extra_inputs)]
+    extras = [uniform(extra_shape(op, tuple(x.shape)), dtype) for _ in range(block.num_extra_inputs)]
     found = fte.eval_shape(block, params, fte.TensorSpec((4, 2, size), dtype), *extras)
     expected = fte.apply(block, params, x, *extras)
     assert (found.output.shape, found.output.dtype) == (tuple(expected.output.shape), expected.output.dtype)

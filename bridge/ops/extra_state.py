@@ -1,13 +1,18 @@
-"""Quantizer state as the bytes of ``torch.save`` over plain tensors, for checkpoints; loading runs no code."""
+"""Quantizer state as the bytes of ``torch.save`` over plain tensors, for checkpoints; loading runs no code.
+
+The extra state of te.ops, a pickle, is read too; see :mod:`bridge.interop.te_state_dict`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import pickle
 from typing import Any
 
 import torch
 
+from bridge.interop.te_state_dict import decode_te, is_te, read
 from functional_te._errors import value_error
 from functional_te.ops import Op
 from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, NVFP4Quantizer, Quantizer
@@ -49,8 +54,9 @@ def decode(op: Op, data: torch.Tensor, device: torch.device) -> list[NamedState]
     Raises:
         ValueError: entries that ``op`` has no use for, or that hold something else than a state.
     """
-    buffer = io.BytesIO(data.detach().cpu().numpy().tobytes())
-    content = torch.load(buffer, weights_only=True, map_location=device)
+    content = _content(op, data.detach().cpu().numpy().tobytes(), device)
+    if isinstance(content, dict) and is_te(content):
+        return decode_te(op, content, device)
     where, known = type(op).__name__, (*op.forward_quantizers, *op.backward_quantizers)
     if not isinstance(content, dict) or not set(content) <= set(known):
         got = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
@@ -60,6 +66,15 @@ def decode(op: Op, data: torch.Tensor, device: torch.device) -> list[NamedState]
             wanted = "a float32 scale [1] or an int64 key [2], a float32 history [L] and a dtype"
             raise value_error(where, f"extra state {role!r}", wanted, entry)
     return [(role, _quantizer(entry), _state(entry)) for role, entry in content.items()]
+
+
+def _content(op: Op, data: bytes, device: torch.device) -> Any:
+    if data.startswith(b"PK"):  # an archive, as torch.save writes
+        try:
+            return torch.load(io.BytesIO(data), weights_only=True, map_location=device)
+        except pickle.UnpicklingError:
+            pass
+    return read(data, type(op).__name__)
 
 
 def _fits(entry: Any) -> bool:

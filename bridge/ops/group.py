@@ -9,6 +9,8 @@ import torch
 from bridge.autograd import run
 from bridge.compat import in_backward
 from bridge.main_grad import MainGrad, main_grad_of
+from bridge.ops.fusions import FusionCache, registered
+from bridge.ops.layout import Layout
 from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, reads_weight_casts
 from bridge.state import fold_amaxes_
 from bridge.weight_cache import cached_params, modules_by_serial
@@ -53,21 +55,28 @@ def _make_state(names: str) -> str:
     return key
 
 
-class Group:
+class Group(Layout):
     """Consecutive ops of a container, run as one chain.
 
     Attributes:
         modules: the basic ops.
         block: their chain.
+        eager_block: the chain that eager code runs: with the hooks of ops that have both hooks and a functional op.
         evaluation_block: the chain with what runs in evaluation mode.
+        prepared: whether every parameter has storage, as far as the first eager call can give it.
         ran: whether it was called in eager mode, which fixes the channels of its ops. (A compiled call is compiled
             again when a channel changes.)
     """
 
     def __init__(self, modules: list[BasicOperation]) -> None:
         self.modules = modules
-        self.ran = False
-        self.block = Chain(tuple(module.op for module in modules))
+        self.ran = self.prepared = False
+        self.last_call = None
+        for module in modules:
+            module.refresh_op()
+        self.block = Chain(tuple(module.compiled_op for module in modules))
+        self.eager_block = Chain(tuple(module.eager_op for module in modules))
+        self.custom_fusions = FusionCache(modules)
         self.num_extra_inputs = self.block.num_extra_inputs
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
         self.switching = [m for m in modules if m.evaluation_op is not m.op]
@@ -77,16 +86,22 @@ class Group:
 
     def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
         compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self.ran = True
-        evaluates = bool(self.switching) and not any(module.training for module in self.switching)
-        block = self.evaluation_block if evaluates else self.block
+        if not compiling and not self.prepared:
+            self._prepare(x)
+        evaluates = len(self.switching) > 0 and not any(module.training for module in self.switching)
+        if evaluates and kwargs:  # what runs in evaluation mode takes none
+            evaluates = all(module.evaluation_op is module.op for module in map(self.modules.__getitem__, kwargs))
+        block = self.evaluation_block if evaluates else self.block if compiling else self.eager_block
         if self.providers:
             kwargs = self._with_provided(kwargs or {}, x, evaluates)
         recipe = self._recipe()
+        fusions = self.custom_fusions.fusions(block, recipe) if registered.version else None
+        if not compiling:
+            self.remember_call(recipe, x, extra_inputs)
         if recipe is None:
             params = tuple([_params(module, None) for module in self.modules])
-            return run(block, params, x, extra_inputs, None, None, kwargs, main_grads=self._main_grads())[0]
+            main_grads = self._main_grads()
+            return run(block, params, x, extra_inputs, None, None, kwargs, fusions=fusions, main_grads=main_grads)[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
         params = tuple([_params(module, casts) for module in self.modules])
@@ -101,6 +116,7 @@ class Group:
             reads,
             recipe,
             kwargs,
+            fusions=fusions,
             closes=closes_in_graph(),
             main_grads=self._main_grads(),
         )
@@ -110,6 +126,18 @@ class Group:
                 for module in self.quantized:
                     module.observed = True
         return outputs
+
+    def _prepare(self, x: Any) -> None:
+        """Before the first eager call: give parameters without storage theirs, as te.ops does."""
+        self.ran = True
+        if getattr(x, "device", None) != torch.device("meta"):
+            for module in self.modules:
+                module.pre_first_fuser_forward()
+            self.prepared = True
+
+    def fusions(self, block: Chain, recipe: Recipe | None) -> Any:
+        """The fusions to plan a call with, or None for the default ones."""
+        return self.custom_fusions.fusions(block, recipe) if registered.version else None
 
     def _main_grads(self) -> tuple[MainGrad, ...]:
         """Where gradients of weights go that are not returned."""
@@ -180,9 +208,14 @@ class Group:
         )
 
 
+def _attribute(module: BasicOperation, name: str) -> Any:
+    # those of an op with hooks may belong to modules inside of it
+    return module.get_parameter(name) if "." in name else getattr(module, name)
+
+
 def _params(module: BasicOperation, casts: Recipe | None) -> Any:
     """The op's parameters by name; attributes for those that a parametrization has replaced."""
     own = module._parameters
     names = module.op.param_names
-    given = own if len(own) == len(names) else {name: getattr(module, name) for name in names}
+    given = own if len(own) == len(names) else {name: _attribute(module, name) for name in names}
     return cached_params(module, given, casts) if module.op.forward_quantizers else given

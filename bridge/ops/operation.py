@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
 from bridge.model_init import stored, stored_weight
 from bridge.ops import extra_state
+from bridge.ops.custom import Channels, HookedOp, channels_of, hooked_op
 from bridge.ops.group import Group, StateRoles, modules_by_serial
+from bridge.ops.hooks import BasicHooks, FusedHooks
+from bridge.ops.quantizer_view import QuantizerView
 from bridge.quantized_weight import QuantizedWeight
-from bridge.recipe_context import register_holder
+from bridge.recipe_context import active_recipe, register_holder
 from bridge.weight_cache import WeightCast
 from functional_te._errors import type_error, value_error
-from functional_te.fuser.plan import state_roles_of
+from functional_te.fuser.plan import quantizer_of, state_roles_of
 from functional_te.ops import Op
 from functional_te.ops.op import FLOAT_DTYPES
 from functional_te.quantization.quantizers import Quantizer
@@ -75,8 +79,11 @@ class FusibleOperation(torch.nn.Module):
         self.regroup()
 
 
-class BasicOperation(FusibleOperation):
-    """A module over one op.
+class BasicOperation(BasicHooks, FusibleOperation):
+    """A module over one op, or over hooks in the style of te.ops (see :class:`~bridge.ops.hooks.BasicHooks`).
+
+    A subclass with hooks calls ``super().__init__()`` and registers its parameters then. If it also gives a functional
+    op with bundles, eager code runs the hooks and compiled code the op's custom op.
 
     Attributes:
         op: the op's value.
@@ -90,13 +97,16 @@ class BasicOperation(FusibleOperation):
     # whether gradients of weights are added to ``weight.main_grad``
     accumulate_into_main_grad: bool = False
 
-    def __init__(self, op: Op, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, op: Op | None = None, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.op = op
-        self.num_extra_inputs = op.num_extra_inputs
-        self.num_extra_outputs = op.num_extra_outputs
         self._owners: list[Any] = []
         self._serial = f"m{next(_serials)}"
+        if op is None:
+            op = hooked_op(self, self._serial, Channels())
+        else:
+            self.num_extra_inputs = op.num_extra_inputs
+            self.num_extra_outputs = op.num_extra_outputs
+        self.op = op
         self._captured = False
         # recipe under which the op ran last; a recomputed forward outside of any autocast runs it again
         self._last_recipe: Recipe | None = None
@@ -117,6 +127,54 @@ class BasicOperation(FusibleOperation):
         self._register()
         self.regroup()
 
+    # hooks
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Register a parameter; those of an op with hooks are the parameters of the op."""
+        super().register_parameter(name, param)
+        op = self.__dict__.get("op")
+        if isinstance(op, HookedOp) and op.own_params != tuple(own for own, _ in self.named_parameters()):
+            self._set_op(hooked_op(self, self._serial, channels_of(op)))
+
+    def refresh_op(self) -> None:
+        """Bring the op up to date with what a module with hooks has registered or set since it was made."""
+        if isinstance(self.op, HookedOp):
+            self.op = hooked_op(self, self._serial, channels_of(self.op))
+        self._register()
+
+    @property
+    def eager_op(self) -> Op:
+        """What runs in eager mode: the hooks, for a module that has both."""
+        if isinstance(self.op, HookedOp) or not self.has_hooks():
+            return self.op
+        return hooked_op(self, self._serial, channels_of(self.op), self.op)
+
+    @property
+    def compiled_op(self) -> Op:
+        """What runs in compiled code: the functional op, unless a subclass has changed a built-in op by hooks."""
+        built_in = any(
+            issubclass(kind, BasicOperation)
+            and kind is not BasicOperation
+            and kind.__module__.startswith("bridge.ops.")
+            for kind in type(self).__mro__
+        )
+        return self.eager_op if built_in else self.op
+
+    def pre_first_fuser_forward(self) -> None:
+        """Give parameters without storage theirs."""
+        if any(own.device.type == "meta" for own in self.parameters(recurse=False)):
+            self.reset_parameters()
+
+    def _quantizer_view(self, role: str) -> QuantizerView | None:
+        recipe = active_recipe() or self._last_recipe
+        quantizer = None if recipe is None else quantizer_of(self.op, role, recipe)
+        if recipe is None or quantizer is None:
+            return None
+        if not quantizer.stateful:
+            return QuantizerView(quantizer)
+        self.ensure_state(state_roles_of(self.op, recipe))
+        return QuantizerView(quantizer, {own: state for own, _, state in self.named_states()}[role])
+
     def _register(self) -> None:
         if self.op.forward_quantizers or self.op.backward_quantizers:
             modules_by_serial[self._serial] = self
@@ -126,10 +184,15 @@ class BasicOperation(FusibleOperation):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in FLOAT_DTYPES:
             raise value_error(type(self).__name__, "dtype", "float32, float16 or bfloat16", dtype)
-        self._seed = int(torch.randint(2**31, ()).item())
+        self._seed = self._draw_seed(device)
         generator = torch.Generator().manual_seed(self._seed)
         for name, value in self.op.init_params(generator, dtype, device).items():
             setattr(self, name, stored_weight(self, name, value))
+
+    def _draw_seed(self, device: torch.device) -> int:
+        """The seed of fresh parameters on ``device``, from torch's default generator."""
+        del device
+        return int(torch.randint(2**31, ()).item())
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters, on the current CUDA device (or CPU) if they had no storage."""
@@ -139,7 +202,7 @@ class BasicOperation(FusibleOperation):
                 return
         with torch.no_grad():
             for name, own in self.named_parameters(recurse=False):
-                generator = torch.Generator().manual_seed(int(torch.randint(2**31, ()).item()))
+                generator = torch.Generator().manual_seed(self._draw_seed(own.device))
                 own.copy_(self.op.init_params(generator, own.dtype, own.device)[name])
 
     def basic_operations(self) -> list[BasicOperation]:
@@ -188,6 +251,11 @@ class BasicOperation(FusibleOperation):
             raise IndexError(f"{where}: extra {kind} {index!r} is out of range; the op has {count}.")
         if channel is not None and not (isinstance(channel, str) and channel):
             raise value_error(where, "channel", "None or a non-empty string", repr(channel))
+
+    @property
+    def _extra_tensor_channels_locked(self) -> bool:
+        """te.ops' name for whether channels can no longer be set."""
+        return self._is_captured()
 
     def _is_captured(self) -> bool:
         groups = [self.__dict__.get("_alone")]
@@ -319,6 +387,8 @@ class BasicOperation(FusibleOperation):
         if state is None or state.numel() == 0:
             return
         loaded = extra_state.decode(self.op, state, self._state_device())
+        if not loaded:  # what te.ops keeps of a recipe without state
+            return
         for role, _, own in loaded:
             self._register_state(role, own)
         self._state_roles = tuple((role, quantizer) for role, quantizer, _ in loaded)
@@ -326,8 +396,11 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the containers, which register themselves again."""
+        state = super().__getstate__()
+        if isinstance(self.op, HookedOp):  # names this very module
+            state["op"] = tuple(channels_of(self.op))
         return {
-            **super().__getstate__(),
+            **state,
             "_owners": [],
             "_captured": self._is_captured(),
             "weight_casts": {},
@@ -336,18 +409,26 @@ class BasicOperation(FusibleOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the copy too."""
-        super().__setstate__({**state, "_serial": f"m{next(_serials)}"})
+        state = {**state, "_serial": f"m{next(_serials)}"}
+        if isinstance(state["op"], tuple):
+            self.__dict__.update(state)
+            state["op"] = hooked_op(self, state["_serial"], Channels(*state["op"]))
+        super().__setstate__(state)
         self._register()
 
     def extra_repr(self) -> str:
         """The op's value."""
-        return repr(self.op)
+        return "" if isinstance(self.op, HookedOp) else repr(self.op)
 
 
-class FusedOperation(FusibleOperation):
-    """A module over several basic ops, held in ``basic_ops``."""
+class FusedOperation(FusedHooks, FusibleOperation):
+    """A module over several basic ops, held in ``basic_ops``. Called, it runs them and whatever fusions match.
 
-    def __init__(self, basic_ops: list[BasicOperation]) -> None:
+    A subclass that overrides ``fuser_forward`` or ``fuser_backward`` is what a registered fusion returns; see
+    :mod:`bridge.ops.fusions`.
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()
         self.basic_ops = torch.nn.ModuleList(basic_ops)
         self.regroup()

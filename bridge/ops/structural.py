@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
 
 import functional_te as fte
 from bridge.ops.operation import BasicOperation
 
-__all__ = ["AddExtraInput", "ConstantScale", "Identity", "MakeExtraOutput", "Reshape"]
+__all__ = ["AddExtraInput", "ConstantScale", "Dropout", "Identity", "MakeExtraOutput", "Quantize", "Reshape"]
+
+# no value can be made while a graph is traced
+_IDENTITY = fte.Identity()
 
 
 class Identity(BasicOperation):
@@ -44,3 +50,41 @@ class MakeExtraOutput(BasicOperation):
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__(fte.MakeExtraOutput(in_place=in_place))
+
+
+class Quantize(BasicOperation):
+    """An explicit cast of the main tensor, of its gradient, or of both. See :class:`functional_te.Quantize`.
+
+    At the end of a group the cast values come back as an ordinary tensor.
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__(fte.Quantize(forward, backward))
+
+
+class Dropout(BasicOperation):
+    """Dropout. See :class:`functional_te.Dropout`.
+
+    In training mode every call draws a key from torch's generator of the input's device, so ``torch.manual_seed``,
+    activation checkpointing and CUDA graphs do with it what they do with ``torch.nn.Dropout``. Forward kwargs ``key``
+    and ``training`` of the caller come first. In evaluation mode it is the identity.
+    """
+
+    provides_kwargs: ClassVar[bool] = True
+
+    def __init__(self, p: float) -> None:
+        super().__init__(fte.Dropout(p))
+        self.p = float(p)
+
+    @property
+    def evaluation_op(self) -> fte.Op:
+        """Nothing at all."""
+        return _IDENTITY
+
+    def forward_kwargs(self, x: Any) -> dict[str, Any]:
+        """A fresh key in training mode; in evaluation mode, beside others in training, no mask."""
+        if not self.training:
+            return {"training": False}
+        if self.p == 0:
+            return {}
+        return {"key": torch.randint(1 << 32, (2,), dtype=torch.int64, device=x.device)}

@@ -44,6 +44,8 @@ class ForwardStep:
         simple: whether nothing but parameters has to be added to ``static_kwargs``.
         quantized: whether any covered op has forward quantizers.
         takes_extra_inputs: whether ``resolve_fwd_args`` takes extra inputs.
+        takes_kwargs: whether it takes the forward kwargs of all covered ops.
+        owners: by role, the covered op whose quantizer casts that tensor.
     """
 
     op: Op | FusedOp
@@ -59,6 +61,8 @@ class ForwardStep:
     simple: bool
     quantized: bool
     takes_extra_inputs: bool
+    takes_kwargs: bool
+    owners: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +110,8 @@ class Plan:
             or with an output before it.
         any_alias: whether any of them does.
         param_slots: (op index, name) of every parameter, in order.
+        input_multiples: for every op, what the last dimension of its input must be a multiple of to be cast, if the op
+            declares no size; else 1.
         refusals: candidates that matched a rule and were not fused, with the reason.
     """
 
@@ -124,6 +130,7 @@ class Plan:
     aliases: tuple[bool, ...]
     any_alias: bool
     param_slots: tuple[tuple[int, str], ...]
+    input_multiples: tuple[int, ...]
     refusals: tuple[Refusal, ...]
 
     def __repr__(self) -> str:
@@ -271,11 +278,16 @@ def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> Quantizers:
     for op in block.ops:
         roles = op.forward_quantizers if kind == "forward" else op.backward_quantizers
         # roles of a grouped op are numbered by group
-        pairs = [
-            (role, recipe.quantizer(Role(type(op).__name__, role.rstrip("0123456789"), op.name))) for role in roles
-        ]
-        result.append(tuple((role, quantizer) for role, quantizer in pairs if isinstance(quantizer, Quantizer)))
+        pairs = [(role, quantizer_of(op, role, recipe)) for role in roles]
+        result.append(tuple((role, quantizer) for role, quantizer in pairs if quantizer is not None))
     return tuple(result)
+
+
+def quantizer_of(op: Op, role: str, recipe: Recipe) -> Quantizer | None:
+    """The quantizer of one role of an op, or None if the role stays in high precision."""
+    # roles of a grouped op are numbered by group
+    quantizer = recipe.quantizer(Role(type(op).__name__, role.rstrip("0123456789"), op.name))
+    return quantizer if isinstance(quantizer, Quantizer) else None
 
 
 def state_roles_of(op: Op, recipe: Recipe) -> tuple[tuple[str, Quantizer], ...]:
@@ -337,7 +349,7 @@ def _make(
         tuple(pair for pair in (*forward_quantizers[i], *backward_quantizers[i]) if pair[1].stateful)
         for i in range(len(block.ops))
     )
-    aliases = _aliases(block)
+    aliases = _aliases(block, forward_quantizers)
     override = None if recipe is None else recipe.override
     static = {"backend": backend, "compute_dtype": compute_dtype, "backward_override": override}
     return Plan(
@@ -362,15 +374,28 @@ def _make(
         aliases=aliases,
         any_alias=any(aliases),
         param_slots=tuple((i, name) for i, op in enumerate(block.ops) for name in op.param_names),
+        input_multiples=_input_multiples(block, forward_quantizers, backward_quantizers),
         refusals=refusals,
     )
 
 
-def _aliases(block: Chain) -> tuple[bool, ...]:
-    """Which outputs share storage: inline ops pass on the storage of their input, every other op makes its own."""
+def _input_multiples(block: Chain, *quantizers: Quantizers) -> tuple[int, ...]:
+    return tuple(
+        max(
+            (features_multiple(q) for pairs in quantizers for role, q in pairs[i] if not op.quantized_sizes(role)),
+            default=1,
+        )
+        for i, op in enumerate(block.ops)
+    )
+
+
+def _aliases(block: Chain, quantizers: Quantizers) -> tuple[bool, ...]:
+    """Which outputs share storage: some ops pass on the storage of their input, every other op makes its own."""
     storage, produced = 0, {}
     for index, op in enumerate(block.ops):
-        storage = storage if op.inline_forward else index + 1
+        # what a cast gives is quantized, and outputs that are tensors are dequantized from it
+        passes = op.inline_forward or (op.passes_input and not quantizers[index])
+        storage = storage if passes else index + 1
         for slot in range(op.num_extra_outputs):
             produced[index, slot] = storage if op.inline_forward else (index, slot)
     seen: set[Any] = {0}
@@ -390,7 +415,7 @@ def _forward_step(
     static: dict[str, Any],
 ) -> ForwardStep:
     fused = isinstance(op, FusedOp)
-    following = _shared_quantizers(block, quantizers, indices[-1] + 1)
+    following = _shared_quantizers(block, quantizers, indices[-1] + 1, "accepts_quantized_input")
     provided = {**static, "requires_grad": tuple(flow[i] for i in indices) if fused else flow[indices[0]]}
     provided["prev_op_grad_output_quantizer"] = None
     names = op.provided_names
@@ -418,9 +443,12 @@ def _forward_step(
         dense_input=not block.ops[indices[0]].accepts_quantized_input,
         saves=tuple(flow[i].any for i in indices),
         saves_any=any(flow[i].any for i in indices),
-        simple=not quantized and next_quantizer is None and "extra_inputs" not in names,
+        simple=not quantized and next_quantizer is None and not names & {"extra_inputs", "kwargs"},
         quantized=quantized,
         takes_extra_inputs="extra_inputs" in names,
+        takes_kwargs="kwargs" in names,
+        # of several ops with one role the first is meant, as its input is the step's
+        owners={role: i for i in reversed(indices) for role, _ in quantizers[i]},
     )
 
 
@@ -439,13 +467,18 @@ def _backward_step(
         fused=isinstance(op, FusedOp),
         requires_grad=tuple(flow[i] for i in indices),
         quantizers=tuple(quantizers[i] for i in indices),
-        prev_quantizer=_shared_quantizers(block, quantizers, before).get("grad_output") if casts else None,
+        prev_quantizer=_shared_quantizers(block, quantizers, before, "accepts_quantized_grad").get("grad_output")
+        if casts
+        else None,
         dense_grad=not block.ops[indices[-1]].accepts_quantized_grad,
     )
 
 
-def _shared_quantizers(block: Chain, quantizers: Quantizers, index: int) -> dict[str, Quantizer]:
-    """The quantizers of an op that its neighbours may cast with."""
-    if not 0 <= index < len(block.ops) or not block.ops[index].shares_quantizers:
+def _shared_quantizers(block: Chain, quantizers: Quantizers, index: int, accepts: str) -> dict[str, Quantizer]:
+    """The quantizers of an op that its neighbours may cast with; ``accepts`` is what the op says of such casts."""
+    if not 0 <= index < len(block.ops):
+        return {}
+    op = block.ops[index]
+    if not (op.shares_quantizers and getattr(op, accepts)):
         return {}
     return dict(quantizers[index])

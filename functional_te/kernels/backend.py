@@ -32,10 +32,20 @@ class Backend:
     gemm_nt: Callable[..., Any]
     gemm_nn: Callable[..., Any]
     gemm_tn: Callable[..., Any]
+    grouped_nt: Callable[..., Any]
+    grouped_nn: Callable[..., Any]
+    grouped_tn: Callable[..., Any]
+    grouped_sum: Callable[..., Any]
     rms_norm_forward: Callable[..., Any]
     rms_norm_backward: Callable[..., Any]
+    add_rms_norm_forward: Callable[..., Any]
     layer_norm_forward: Callable[..., Any]
     layer_norm_backward: Callable[..., Any]
+    adaptive_layer_norm_forward: Callable[..., Any]
+    adaptive_layer_norm_backward: Callable[..., Any]
+    l2_norm_forward: Callable[..., Any]
+    l2_norm_backward: Callable[..., Any]
+    dropout: Callable[..., Any]
     activation_forward: Callable[..., Any]
     activation_backward: Callable[..., Any]
     transposed_copies: bool = False
@@ -47,10 +57,20 @@ REFERENCE = Backend(
     gemm_nt=reference.gemm_nt,
     gemm_nn=reference.gemm_nn,
     gemm_tn=reference.gemm_tn,
+    grouped_nt=reference.grouped_nt,
+    grouped_nn=reference.grouped_nn,
+    grouped_tn=reference.grouped_tn,
+    grouped_sum=reference.grouped_sum,
     rms_norm_forward=reference.rms_norm_forward,
     rms_norm_backward=reference.rms_norm_backward,
+    add_rms_norm_forward=reference.add_rms_norm_forward,
     layer_norm_forward=reference.layer_norm_forward,
     layer_norm_backward=reference.layer_norm_backward,
+    adaptive_layer_norm_forward=reference.adaptive_layer_norm_forward,
+    adaptive_layer_norm_backward=reference.adaptive_layer_norm_backward,
+    l2_norm_forward=reference.l2_norm_forward,
+    l2_norm_backward=reference.l2_norm_backward,
+    dropout=reference.dropout,
     activation_forward=reference.activation_forward,
     activation_backward=reference.activation_backward,
 )
@@ -81,7 +101,7 @@ def kernels(name: str) -> Backend:
 
 @contextlib.contextmanager
 def observing(name: str, on_cast: Callable[[Any, Any, Any], None]) -> Iterator[str]:
-    """A backend like ``name`` that reports every cast, for the time of the context.
+    """A backend like ``name`` that reports every cast of a tensor that is not in groups, for the time of the context.
 
     Args:
         name: name of a backend.
@@ -94,7 +114,8 @@ def observing(name: str, on_cast: Callable[[Any, Any, Any], None]) -> Iterator[s
 
     def quantize(x: Any, bound: Any, *args: Any, **kwargs: Any) -> Any:
         result = source.quantize(x, bound, *args, **kwargs)
-        on_cast(x, bound, result[0])
+        if len(args) < 2 and kwargs.get("groups") is None:  # casts of grouped rows are no plain tensors
+            on_cast(x, bound, result[0])
         return result
 
     observed = f"{name}, observed by {id(quantize):#x}"

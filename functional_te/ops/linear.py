@@ -303,11 +303,10 @@ class BasicLinear(Op):
     Parameters: ``weight [local_out_features, local_in_features]``, Kaiming-uniform with ``a = sqrt(5)``, which is
     ``U(-1/sqrt(local_in_features), 1/sqrt(local_in_features))``. Every rank draws its own part.
 
-    What is gathered is cast when it is whole, so with a scale per tensor all ranks cast it alike (the input of a
-    column-parallel layer with ``sequence_parallel``, the output gradient of a row-parallel one). Without
-    ``sequence_parallel`` these are the same on all ranks anyway. Nothing else is agreed between ranks: parts of weights,
-    inputs of row-parallel and output gradients of column-parallel layers have a scale per rank, and so has
-    every quantizer with delayed scaling.
+    What is gathered is cast when it is whole, so with a scale per tensor all ranks cast it alike: the input of a
+    column-parallel layer with ``sequence_parallel``, the output gradient of a row-parallel one (without it these are
+    the same on all ranks anyway). Nothing else is agreed between ranks: parts of weights, inputs of row-parallel and
+    output gradients of column-parallel layers have a scale per rank. Histories of delayed scaling are not reduced.
     """
 
     in_features: int

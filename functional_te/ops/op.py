@@ -241,6 +241,8 @@ class Op(_Step):
     extra_output_fields: ClassVar[tuple[str, ...]] = ()
     # extra-input slots whose tensor may live on another device than the main input
     free_device_slots: ClassVar[tuple[int, ...]] = ()
+    # False: nothing is known of the op's results before it ran, so the check of a chain's arguments ends with it
+    describes_output: ClassVar[bool] = True
     accepts_quantized_input: ClassVar[bool] = False
     accepts_quantized_grad: ClassVar[bool] = False
     # whether the op gives its main input unchanged (output None) where it has no forward quantizer
@@ -315,9 +317,10 @@ class Op(_Step):
 class FusedOp(_Step):
     """Base of fused ops: the same contract over tuples, with one entry per covered basic op.
 
-    ``resolve_fwd_args`` gets ``params``, ``state``, ``requires_grad`` and ``extra_inputs`` as tuples, and, if it declares
-    a keyword ``kwargs``, a tuple with the dict of forward kwargs of every covered op (without it, a call that has some
-    for a covered op is refused).
+    A role of an observed amax may name the covered op by its position: ``"2:input"``.
+
+    ``resolve_fwd_args`` gets ``params``, ``state``, ``requires_grad`` and ``extra_inputs`` as tuples. So it gets the
+    forward kwargs of the covered ops if it declares a keyword ``kwargs``; without it, a call that has some is refused.
     ``setup_context`` returns one saved pytree per covered op. ``resolve_bwd_args`` gets a tuple of contexts.
     A forward-only fusion must save exactly what the unfused backwards read, a backward-only one must read what the
     unfused forwards save.

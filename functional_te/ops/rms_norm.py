@@ -62,7 +62,7 @@ class RMSNormBackwardArgs:
     """Bundle of the backward.
 
     Attributes:
-        grad_output: ``[..., *normalized_shape]``.
+        grad_output: ``[..., *normalized_shape]``; None where a fused op still has to compute it.
         input_: the saved input.
         weight: the parameter.
         rstd: the saved reciprocal root mean square.
@@ -73,7 +73,7 @@ class RMSNormBackwardArgs:
         backend: name of the kernel backend.
     """
 
-    grad_output: torch.Tensor
+    grad_output: torch.Tensor | None
     input_: torch.Tensor
     weight: torch.Tensor
     rstd: torch.Tensor
@@ -114,7 +114,7 @@ def rms_norm_backward(args: RMSNormBackwardArgs) -> BwdResult:
         needs_input=args.needs_input,
         needs_weight=args.needs_weight,
     )
-    dtype = args.grad_output.dtype
+    dtype = args.grad_output.dtype  # type: ignore[union-attr]
     return BwdResult(
         dx if dx is None or dx.dtype is dtype else dx.to(dtype),
         (dw if dw is None or dw.dtype is args.weight.dtype else dw.to(args.weight.dtype),),
@@ -208,7 +208,7 @@ class RMSNorm(Op):
 
 
 def rms_norm_backward_args(
-    op: RMSNorm, ctx: BackwardContext, grad_output: torch.Tensor, add: torch.Tensor | None = None
+    op: RMSNorm, ctx: BackwardContext, grad_output: torch.Tensor | None, add: torch.Tensor | None = None
 ) -> RMSNormBackwardArgs:
     """The backward bundle of ``op``, optionally with a gradient to add."""
     saved = ctx.saved

@@ -14,7 +14,7 @@ from functional_te.quantization.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from functional_te.quantization.random import make_key
+from functional_te.quantization.random import make_key, next_key
 from functional_te.quantization.serialization import (
     from_tensors,
     quantizer_from_json,
@@ -50,6 +50,7 @@ __all__ = [
     "from_tensors",
     "init_quantizer_state",
     "make_key",
+    "next_key",
     "quantize",
     "quantize_bound",
     "quantizer_from_json",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from functional_te._errors import kind_of, type_error, value_error
+from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import Quantizer
 from functional_te.quantization.state import state_type, update_amax
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor, bind
@@ -15,7 +16,7 @@ __all__ = ["dequantize", "quantize", "quantize_bound"]
 
 
 def quantize_bound(
-    x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype | None = None
+    x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype | None = None, groups: GroupLayout | None = None
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Cast ``x`` and report the amax that a quantizer observed.
 
@@ -23,12 +24,17 @@ def quantize_bound(
         x: high precision values of any shape.
         bound: the quantizer and the tensors it reads.
         dtype: nominal dtype of the result (default: of ``x``).
+        groups: groups of rows to cast as tensors of their own; see :meth:`Quantizer.cast`.
 
     Returns:
-        The quantized tensor, and the observed amax (float32 ``[1]``) or None for a quantizer that observes nothing.
+        The quantized tensor, and the observed amax (float32 ``[1]``, or ``[G]`` of the groups) or None for a quantizer
+        that observes nothing.
     """
     quantizer = bound.quantizer
-    row, column, amax = quantizer.cast(x, scale=bound.scale, key=bound.key)
+    if groups is None:
+        row, column, amax = quantizer.cast(x, scale=bound.scale, key=bound.key)
+    else:
+        row, column, amax = quantizer.cast(x, scale=bound.scale, key=bound.key, groups=groups)
     return (
         QuantizedTensor(
             rowwise_data=None if row is None else row.data,

@@ -151,7 +151,8 @@ def nvfp4_cast(
     Args:
         x: float32, float16 or bfloat16 ``[M, K]``, any strides.
         amax: the largest magnitude of the tensor, float32 ``[1]``, or of each row of ``A``, ``[R]``, which needs
-            the tile (1, 16).
+            the tile (1, 16); or what broadcasts to the scales: one of each row of tiles, ``[R / tile[0], 1]``, or of
+            each column of blocks, ``[1, C / 16]``. Tiles are whole then.
         tile: the elements that share a scale, (1, 16) or (16, 16); the last tile of rows may be partial.
         e4m3_max: the block scale that the largest block gets.
         bits: random integers in ``[0, 65536)``, ``[R, C]``, for stochastic rounding; None rounds to nearest even. They
@@ -169,7 +170,10 @@ def nvfp4_cast(
     tiling = _Tiling(dim=0 if transpose else 1, height=tile[0])
     _check_options(x.shape[tiling.dim], amax, tile, bits, four_over_six)
     blocks = tiling.blocks(x)
-    amax = amax.unsqueeze(tiling.dim)
+    if amax.dim() == 1:
+        amax = amax.unsqueeze(tiling.dim)
+    elif transpose:
+        amax = amax.t()
     block_amax = tiling.largest(blocks.to(torch.float32).abs().amax(tiling.dim + 1))
     if four_over_six is not None:
         codes, block_scale = _better_of_two(blocks, block_amax, amax, e4m3_max, four_over_six, tiling)
@@ -247,7 +251,7 @@ def _check_options(
         raise value_error(where, "x", f"a multiple of {BLOCK} values along the blocks", size)
     if tile not in ((1, BLOCK), (BLOCK, BLOCK)):
         raise value_error(where, "tile", "(1, 16) or (16, 16)", tile)
-    if tile[0] > 1 and amax.shape[0] != 1:
+    if tile[0] > 1 and amax.dim() == 1 and amax.shape[0] != 1:
         raise value_error(where, "amax", "shape (1,) with a tile of 16 rows", tuple(amax.shape))
     if four_over_six not in (None, "MAE", "MSE"):
         raise value_error(where, "four_over_six", 'None, "MAE" or "MSE"', repr(four_over_six))
@@ -286,8 +290,10 @@ def _better_of_two(
     """
     scale = tensor_scale(amax, e4m3_max)
     base = divide(block_amax, torch.full_like(block_amax, E2M1_MAX)) * scale
-    divisor = torch.full_like(amax, e4m3_max * E2M1_MAX)
     error_of, inner = _square if measure == "MSE" else torch.abs, tiling.dim + 1
+    if tiling.height > 1 and amax.shape[1 - tiling.dim] != 1:  # one of each row of tiles
+        amax = tiling.each_row(amax).squeeze(inner)
+    divisor = torch.full_like(amax, e4m3_max * E2M1_MAX)
     candidates = []
     for stretch in (1.0, 1.5):
         block_scale = _as_scale(base * stretch)

@@ -20,6 +20,7 @@ import torch
 from functional_te._errors import value_error
 from functional_te._value import Value
 from functional_te.quantization.formats import max_value
+from functional_te.quantization.groups import GroupLayout
 
 __all__ = ["Cast", "Copy", "IdentityQuantizer", "Quantizer", "as_matrix"]
 
@@ -120,13 +121,32 @@ class Quantizer(Value):
             return self
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+    @property
+    def row_multiple(self) -> int:
+        """What every group of rows has to start at a multiple of, so that no block holds rows of two."""
+        own, other = self.of(False), self.of(True)
+        height = own.tile[0] if self.rowwise and own.tile is not None else 1
+        if not self.columnwise:
+            return height
+        return max(height, other.token_multiple, other.tile[1] if other.tile is not None else 1)
+
+    def cast(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        groups: GroupLayout | None = None,
+    ) -> Cast:
         """Cast ``x`` (any shape) to the wanted copies.
 
         Args:
             x: high precision values.
             scale: float32 ``[1]``, for a quantizer whose scale is state.
             key: int64 ``[2]``, for a stochastic quantizer.
+            groups: groups of the rows of ``x [P, K]``, padded to :attr:`row_multiple`. Each is cast as a tensor of its
+                own: ``scale`` is ``[G]`` and ``key`` ``[2, G]`` then, and so is what there is one of per tensor: the
+                factors, amaxes and observations are ``[G]``.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ the same bits, eager, compiled, recomputed and on every device. New bits come fr
 :func:`fold_in`) or from another stream of :func:`random_bits`.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The last
-word of its counter is a tag that says what a call is for, so the four functions below never share a block.
+word of its counter is a tag that says what a call is for, so the functions below never share a block.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from functional_te._errors import type_error, value_error
 
-__all__ = ["fold_in", "make_key", "next_key", "philox_4x32", "random_bits"]
+__all__ = ["fold_in", "make_key", "next_key", "philox_4x32", "random_bits", "random_bits_of_rows"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_TAG_BITS, _TAG_NEXT, _TAG_FOLD, _TAG_PATH = range(4)
+_TAG_BITS, _TAG_NEXT, _TAG_FOLD, _TAG_PATH, _TAG_ROWS = range(5)
 
 Word = Any  # a Python int or an int64 tensor, in [0, 2**32)
 
@@ -86,9 +86,14 @@ def next_key(key: torch.Tensor) -> torch.Tensor:
 
 
 def fold_in(key: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A key that depends on ``key`` and on the bits of ``data``, a float32 tensor ``[1]``; every NaN counts as 0."""
+    """A key that depends on ``key`` and on the bits of ``data``, a float32 tensor ``[1]``; every NaN counts as 0.
+
+    Keys ``[2, n]`` with data ``[n]`` give keys ``[2, n]``, one by one.
+    """
     data = torch.where(torch.isnan(data), 0.0, data)
-    (bits,) = data.view(torch.int32).to(torch.int64).unbind()
+    bits = data.view(torch.int32).to(torch.int64)
+    if key.dim() == 1:
+        (bits,) = bits.unbind()
     return torch.stack(philox_4x32((bits & _MASK, 0, 0, _TAG_FOLD), key.unbind())[:2])
 
 
@@ -111,3 +116,23 @@ def random_bits(key: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:
     words = philox_4x32((block, 0, lane, _TAG_BITS), key.unbind())
     halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.cat(halves)[:count]
+
+
+def random_bits_of_rows(keys: torch.Tensor, row: torch.Tensor, size: int, stream: int = 0) -> torch.Tensor:
+    """Uniformly distributed 16-bit values for the rows of a matrix, int32 ``[rows, size]`` in ``[0, 65536)``.
+
+    Those of a row depend on its own key and number only, so that groups of rows with keys of their own do not depend
+    on each other.
+
+    Args:
+        keys: int64 ``[2, rows]``.
+        row: int64 ``[rows]``, the number of each row among those with the same key, in ``[0, 2**32)``.
+        size: values per row.
+        stream: in ``[0, 2**32)``; streams of one key are independent.
+    """
+    blocks = (size + 7) // 8
+    block = torch.arange(blocks, dtype=torch.int64, device=keys.device) & _MASK
+    counter = (block, (row & _MASK)[:, None], stream, _TAG_ROWS)
+    words = philox_4x32(counter, keys.unsqueeze(-1).unbind())
+    halves = [half.to(torch.int32) for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.cat(halves, -1)[:, :size]

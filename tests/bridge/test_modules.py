@@ -29,12 +29,20 @@ CASES = {
         fte.RMSNorm(8, 0.3, True),
         (4, 8),
     ),
+    "l2_normalization": (
+        lambda: ops.L2Normalization(eps=0.3, seq_length=2, micro_batch_size=2),
+        fte.L2Normalization(0.3),
+        (2, 3, 8),
+    ),
+    "quantize_without_a_recipe": (lambda: ops.Quantize(backward=True), fte.Quantize(True, True), (4, 8)),
     "identity": (lambda: ops.Identity(), fte.Identity(), (4, 8)),
     "reshape": (lambda: ops.Reshape([2, -1]), fte.Reshape((2, -1)), (4, 8)),
     "constant_scale": (lambda: ops.ConstantScale(-2.5), fte.ConstantScale(-2.5), (4, 8)),
     "make_extra_output": (lambda: ops.MakeExtraOutput(), fte.MakeExtraOutput(), (4, 8)),
     **{
-        name: (getattr(ops, name), getattr(fte, name)(), (4, 8)) for name in ops.__all__ if name.endswith(("LU", "GLU"))
+        name: (getattr(ops, name), getattr(fte, name)(), (4, 8))
+        for name in ops.__all__
+        if name.endswith("LU") and not name.startswith("Scaled")
     },
     "swiglu_interleaved": (
         lambda: ops.SwiGLU(glu_interleave_size=2),

@@ -43,6 +43,11 @@ class Inner:
 
 
 @pytree.node
+class Few:
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+@pytree.node
 class Everything:
     """One field of every kind."""
 
@@ -64,6 +69,17 @@ class Everything:
     mode: Mode = pytree.static(default=Mode.FAST)
     sizes: tuple[int, ...] = pytree.static(default=())
     value: fte.Quantizer | None = pytree.static(default=None)
+
+
+@pytree.node
+class Many:
+    """Tuples of any length: of tensors, of nodes, of either; one inside of a node; and plain ones."""
+
+    tensors: tuple[torch.Tensor, ...]
+    quantizers: tuple[fte.BoundQuantizer, ...] = ()
+    either: tuple[torch.Tensor | fte.QuantizedTensor, ...] = ()
+    nested: Few | None = None
+    sizes: tuple[int, ...] = pytree.static(default=())
 
 
 def _slots(schema):
@@ -120,6 +136,30 @@ def test_encode_then_decode_gives_the_same_bundle(fields):
     flat = schema.encode(args)
     assert len(flat) == len(_slots(schema))
     assert _same(schema.decode(flat), args)
+
+
+def test_tuples_of_tensors_and_nodes_are_lists():
+    schema = Schema(Many)
+    assert _slots(schema) == [
+        "Tensor[] tensors",
+        "Tensor[] quantizers",
+        "Tensor[] either",
+        "Tensor[] nested_tensors",
+        "str constants",
+    ]
+    x = torch.ones(2, 32)
+    bound = fte.BoundQuantizer(quantizer=DELAYED, scale=torch.ones(1))
+    for bundle in (
+        Many(tensors=(x,)),
+        Many(tensors=(), either=(x, fte.quantize(x, E4M3), x), sizes=(1, 2)),
+        Many(tensors=(x, x + 1), quantizers=(bound, bound), nested=Few(tensors=(x,))),
+    ):
+        again = schema.decode(schema.encode(bundle))
+        assert pytree.structure(again) == pytree.structure(bundle)
+        assert all(one is other for one, other in zip(pytree.leaves(again), pytree.leaves(bundle), strict=True))
+        placeholder = schema.placeholder(schema.summary(schema.encode(bundle)))
+        assert pytree.structure(placeholder) == pytree.structure(bundle)
+        assert [spec.dtype for spec in pytree.leaves(placeholder)] == [leaf.dtype for leaf in pytree.leaves(bundle)]
 
 
 def test_constants_of_equal_text_stay_apart():

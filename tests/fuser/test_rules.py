@@ -8,7 +8,7 @@ from tests.helpers import CURRENT, DELAYED, RECIPES, recipe_id
 
 RULES = {rule.name: rule for rule in (*JOINT, *FORWARD, *BACKWARD)}
 LINEAR, BIAS, NORM = fte.BasicLinear(8, 8), fte.Bias(8), fte.RMSNorm(8)
-ADD, FORK = fte.AddExtraInput(), fte.MakeExtraOutput()
+ADD, FORK, SCALE = fte.AddExtraInput(), fte.MakeExtraOutput(), fte.ConstantScale(2.0)
 
 
 def layout(block: fte.Chain, **options) -> tuple[list, list]:
@@ -23,8 +23,23 @@ def fused(block: fte.Chain, **options) -> tuple[list, list]:
 
 
 def test_the_rules_of_this_version() -> None:
-    assert [r.name for r in FORWARD] == ["forward_linear_bias_add", "forward_linear_bias_activation"]
-    assert [r.name for r in BACKWARD] == ["backward_linear_add", "backward_activation_bias", "backward_add_rms_norm"]
+    assert [r.name for r in FORWARD] == [
+        "forward_linear_bias_add",
+        "forward_linear_scale_add",
+        "forward_linear_bias_activation",
+        "forward_add_rms_norm",
+        "forward_bias_dropout_add",
+        "forward_norm_quantize",
+        "forward_activation_quantize",
+    ]
+    assert [r.name for r in BACKWARD] == [
+        "backward_rms_norm_linear",
+        "backward_linear_add",
+        "backward_linear_scale",
+        "backward_activation_bias",
+        "backward_bias_dropout",
+        "backward_add_rms_norm",
+    ]
     assert fte.default_fusions() is fte.Fusions(joint=JOINT, forward=FORWARD, backward=BACKWARD)
 
 
@@ -38,11 +53,23 @@ MATCHES = [
     ((FORK, LINEAR), [], [("BackwardLinearAdd", (0, 1))]),
     ((fte.MakeExtraOutput(in_place=True), LINEAR), [], [("BackwardLinearAdd", (0, 1))]),
     ((FORK, NORM), [], [("BackwardAddRMSNorm", (0, 1))]),
+    ((LINEAR, SCALE, ADD), [("ForwardLinearScaleAdd", (0, 1, 2))], [("BackwardLinearScale", (0, 1))]),
+    ((LINEAR, SCALE), [], [("BackwardLinearScale", (0, 1))]),
+    ((FORK, LINEAR, SCALE), [], [("BackwardLinearAdd", (0, 1))]),
+    ((NORM, LINEAR), [], [("BackwardRMSNormLinear", (0, 1))]),
+    ((NORM, LINEAR, SCALE), [], [("BackwardRMSNormLinear", (0, 1))]),
+    ((FORK, NORM, LINEAR), [], [("BackwardRMSNormLinear", (0, 1, 2))]),
+    ((ADD, FORK, NORM), [("ForwardAddRMSNorm", (0, 1, 2))], [("BackwardAddRMSNorm", (1, 2))]),
+    ((ADD, FORK, NORM, LINEAR), [("ForwardAddRMSNorm", (0, 1, 2))], [("BackwardRMSNormLinear", (1, 2, 3))]),
+    ((LINEAR, ADD, FORK, NORM), [("ForwardLinearBiasAdd", (0, 1))], [("BackwardAddRMSNorm", (2, 3))]),
     ((BIAS, fte.ReLU()), [], [("BackwardActivationBias", (0, 1))]),
     # nothing: a place between, another norm, the wrong order
     ((LINEAR, fte.Identity(), BIAS), [], []),
-    ((LINEAR, fte.ConstantScale(2.0), ADD), [], []),
     ((FORK, fte.LayerNorm(8)), [], []),
+    ((ADD, FORK, fte.LayerNorm(8)), [], []),
+    ((ADD, NORM), [], []),
+    ((SCALE, LINEAR), [], []),
+    ((NORM, BIAS, LINEAR), [], []),
     ((FORK, fte.Identity(), NORM), [], []),
     ((fte.GELU(), BIAS), [], []),
     ((NORM, FORK), [], []),
@@ -59,8 +86,9 @@ def test_patterns(ops, forward, backward, recipe) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_alone(name: str) -> None:
     """Each rule works without the others, and only where it is listed."""
-    block = fte.chain(FORK, LINEAR, BIAS, fte.GELU(), LINEAR, BIAS, ADD, FORK, NORM)
-    kind = "forward" if name.startswith("forward") else "backward"
+    block = fte.chain(FORK, LINEAR, BIAS, fte.GELU(), LINEAR, BIAS, ADD, FORK, NORM, BIAS, fte.Dropout(0.5), ADD)
+    block = fte.chain(block, NORM, LINEAR, SCALE, ADD)
+    kind = name.split("_")[0] if name.startswith(("forward", "backward")) else "joint"
     forward, backward = fused(block, fusions=fte.Fusions(**{kind: (RULES[name],)}))
     expected = {
         "forward_linear_bias_add": ([("ForwardLinearBiasAdd", (4, 5, 6))], []),
@@ -68,9 +96,19 @@ def test_a_rule_alone(name: str) -> None:
             [("ForwardLinearBiasActivation", (1, 2, 3)), ("ForwardLinearBiasActivation", (4, 5))],
             [],
         ),
+        "forward_linear_scale_add": ([("ForwardLinearScaleAdd", (13, 14, 15))], []),
+        "forward_add_rms_norm": ([("ForwardAddRMSNorm", (6, 7, 8))], []),
+        "backward_rms_norm_linear": ([], [("BackwardRMSNormLinear", (12, 13))]),
+        "backward_linear_scale": ([], [("BackwardLinearScale", (13, 14))]),
+        "forward_bias_dropout_add": ([("ForwardBiasDropoutAdd", (9, 10, 11))], []),
+        # both need a Quantize and a recipe
+        "forward_norm_quantize": ([], []),
+        "forward_activation_quantize": ([], []),
+        "backward_bias_dropout": ([], [("BackwardBiasDropout", (9, 10))]),
         "backward_linear_add": ([], [("BackwardLinearAdd", (0, 1))]),
         "backward_activation_bias": ([], [("BackwardActivationBias", (2, 3))]),
         "backward_add_rms_norm": ([], [("BackwardAddRMSNorm", (7, 8))]),
+        "grouped_mlp": ([], []),  # see test_grouped_mlp.py
     }[name]
     assert (forward, backward) == expected
 
@@ -89,13 +127,12 @@ def test_forward_and_backward_layouts_are_independent() -> None:
         ("Bias", (6,)),
         ("BasicLinear", (5,)),
         ("BackwardActivationBias", (3, 4)),
-        ("BasicLinear", (2,)),
-        ("BackwardAddRMSNorm", (0, 1)),
+        ("BackwardRMSNormLinear", (0, 1, 2)),
     ]
 
 
 def test_priority_is_the_order_of_the_rules() -> None:
-    add, act = FORWARD
+    add, act = RULES["forward_linear_bias_add"], RULES["forward_linear_bias_activation"]
     block = fte.chain(LINEAR, BIAS, ADD)
     assert fused(block, fusions=fte.Fusions(forward=(add, act)))[0] == [("ForwardLinearBiasAdd", (0, 1, 2))]
     assert fused(block, fusions=fte.Fusions(forward=(act, add)))[0] == [("ForwardLinearBiasActivation", (0, 1))]
@@ -112,6 +149,19 @@ def test_refusals_have_a_reason() -> None:
     plan = fte.plan(fte.chain(NORM, FORK, LINEAR), requires_grad=(False, ((False,), (), (True,)), ()))
     assert [(r.rule, r.start) for r in plan.refusals if r.rule == "backward_linear_add"] == [("backward_linear_add", 1)]
     assert [step.indices for step in plan.backward] == [(2,)]
+
+    # a forked norm whose input needs no gradient is left out of the window, a linear whose input needs none refuses it
+    plan = fte.plan(fte.chain(FORK, NORM, LINEAR), requires_grad=(False, ((), (True,), (True,)), ()))
+    assert [step.indices for step in plan.backward] == [(1, 2)]
+    assert [(r.rule, r.start) for r in plan.refusals if "backward" in r.rule] == [("backward_rms_norm_linear", 0)]
+    plan = fte.plan(fte.chain(NORM, LINEAR), requires_grad=(False, ((False,), (True,)), ()))
+    assert [step.indices for step in plan.backward] == [(1,)]
+    assert "the linear's input needs no gradient" in repr(plan)
+
+    for factor, reason in ((0.0, "hide inf and nan"), (float("inf"), "not finite")):
+        plan = fte.plan(fte.chain(LINEAR, fte.ConstantScale(factor), ADD))
+        rules = [(r.rule, r.start) for r in plan.refusals if reason in r.reason]
+        assert rules == [("forward_linear_scale_add", 0), ("backward_linear_scale", 0)]
 
     plan = fte.plan(fte.chain(NORM, LINEAR))
     assert [(r.rule, r.start) for r in plan.refusals] == [("forward_linear_bias_activation", 1)]
@@ -177,7 +227,7 @@ def test_the_quantizer_is_that_of_the_neighbour(recipe) -> None:
     own = dict(plan.forward[1].quantizers[0])
     assert plan.forward[0].next_quantizer is own["input"]
     by_index = {step.indices: step for step in plan.backward}
-    assert by_index[2,].prev_quantizer is dict(by_index[1,].quantizers[0])["grad_output"]
+    assert by_index[2,].prev_quantizer is dict(by_index[0, 1].quantizers[1])["grad_output"]
 
 
 def test_no_gradient_cast_for_an_op_outside_the_backward() -> None:

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 import bridge
 import functional_te as fte
 from functional_te import pytree
-from functional_te.ops import OPS, Activation
+from functional_te.ops import Activation
 from tests import oracles
 from tests.helpers import (
     DTYPES,
+    FLOATING_OPS,
     assert_close,
     assert_same,
     double,
+    extra_shape,
     random_params,
     require_grad,
     unchanged,
@@ -26,6 +28,9 @@ VARIANTS = (
     (fte.LayerNorm(8, eps=0.3, zero_centered_gamma=True), 8),
     (fte.RMSNorm((2, 8), eps=0.3, zero_centered_gamma=True), 8),
     (fte.LayerNorm((2, 8)), 8),
+    (fte.AdaptiveLayerNorm(8, eps=0.3, batch_dim=1), 8),
+    (fte.L2Normalization(eps=0.3), 8),
+    (fte.Quantize(forward=False, backward=True), 8),
     (fte.SwiGLU(glu_interleave_size=4), 16),
     (fte.SiTUGLU(beta1=0.5, beta2=0.75, glu_interleave_size=2), 16),
     (fte.ClampedSwiGLU(limit=0.5, alpha=1.1, glu_linear_offset=0.25, glu_interleave_size=8), 16),
@@ -34,8 +39,11 @@ VARIANTS = (
     (fte.Reshape((2, -1, 2)), 8),
     (fte.AddExtraInput(in_place=True), 8),
     (fte.MakeExtraOutput(in_place=True), 8),
+    (fte.ScaledSwiGLU(32), 64),
+    (fte.ScaledSiTUGLU(beta1=0.5, beta2=0.75), 16),
+    (fte.ScaledClampedQGeGLU(32, 0.5, 1.1, 0.25), 128),
 )
-ALL = (*OPS, *VARIANTS)
+ALL = (*FLOATING_OPS, *VARIANTS)
 IDS = [f"{i}-{type(op).__name__}" for i, (op, _) in enumerate(ALL)]
 every_op = pytest.mark.parametrize(("op", "last"), ALL, ids=IDS)
 
@@ -44,12 +52,14 @@ def leading_shapes(op: fte.Op) -> list[tuple[int, ...]]:
     """1-D to 4-D, as far as the op takes them."""
     if len(getattr(op, "normalized_shape", ())) == 2:
         return [(2,), (3, 2), (2, 1, 2)]
+    if isinstance(op, fte.AdaptiveLayerNorm):
+        return [(3,), (2, 5), (2, 2, 3)][op.batch_dim :]
     return [(), (3,), (2, 5), (2, 1, 3)]
 
 
 def arguments(op: fte.Op, shape: tuple[int, ...], dtype: torch.dtype):
     """Parameters, main input and extra inputs."""
-    extras = tuple(uniform(shape, dtype, 7 + slot) for slot in range(op.num_extra_inputs))
+    extras = tuple(uniform(extra_shape(op, shape), dtype, 7 + slot) for slot in range(op.num_extra_inputs))
     return random_params(op, dtype), uniform(shape, dtype, 1), extras
 
 
@@ -131,12 +141,14 @@ def test_functional_and_eager_match_the_formula(op: fte.Op, last: int, dtype: to
 # one op per implementation: the other activations differ in a constant of the bundle
 DISTINCT = tuple(
     (op, last)
-    for op, last in OPS
+    for op, last in FLOATING_OPS
     if not isinstance(op, Activation) or isinstance(op, fte.GELU | fte.SwiGLU | fte.SiTUGLU)
 )
 
 
-@pytest.mark.parametrize("table", [DISTINCT, pytest.param(OPS, marks=pytest.mark.slow)], ids=["distinct", "all"])
+@pytest.mark.parametrize(
+    "table", [DISTINCT, pytest.param(FLOATING_OPS, marks=pytest.mark.slow)], ids=["distinct", "all"]
+)
 def test_compiled_equals_eager_bit_for_bit(table, dynamo) -> None:
     """Ops in one compiled function, which is cheaper than one compilation each."""
     chains = [fte.chain(op) for op, _ in table]
@@ -177,7 +189,7 @@ def test_compiled_call_of_a_bare_op(dynamo) -> None:
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)])
 @every_op
 def test_no_rows(op: fte.Op, last: int, leading: tuple[int, ...]) -> None:
-    if len(getattr(op, "normalized_shape", ())) == 2:
+    if len(getattr(op, "normalized_shape", ())) == 2 or getattr(op, "batch_dim", 0) == 1:
         leading = (*leading, 2)
     if isinstance(op, fte.Reshape):
         op = fte.Reshape((0, -1, 4)) if leading[0] == 0 else fte.Reshape((-1, 4))
@@ -303,7 +315,9 @@ def test_gradients_of_two_inputs_are_two_tensors(op: fte.Op, last: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "op", [op for op, _ in OPS if isinstance(op, fte.GELU | fte.SwiGLU | fte.ReGLU)], ids=lambda op: type(op).__name__
+    "op",
+    [op for op, _ in FLOATING_OPS if isinstance(op, fte.GELU | fte.SwiGLU | fte.ReGLU)],
+    ids=lambda op: type(op).__name__,
 )
 def test_cached_quantized_input(op, dtype: torch.dtype) -> None:
     """The forward is exact; the backward sees the input through E4M3."""

@@ -144,5 +144,26 @@ def test_compiled_is_eager(dynamo) -> None:
     assert dynamo["stats"]["unique_graphs"] == 1
 
 
+def test_bits_of_rows_against_numpy() -> None:
+    """Each row has its own key and number, whatever rows are beside it."""
+    keys = torch.stack([make_key(7), make_key(2**40), make_key(7)], 1)
+    rows = torch.tensor([0, 5, 2**31])
+    bits = random.random_bits_of_rows(keys, rows, 20, 1)
+    assert bits.dtype is torch.int32
+    for i in range(3):
+        words = numpy_philox((np.arange(3), int(rows[i]), 1, 4), keys[:, i].tolist()).astype(np.uint32)
+        want = words.astype("<u4").view("<u2").reshape(4, 3, 2).transpose(0, 2, 1).reshape(-1)[:20]
+        assert (bits[i].numpy() == want).all()
+    assert torch.equal(random.random_bits_of_rows(keys[:, 1:2], rows[1:2], 20, 1), bits[1:2])
+
+
+def test_folding_into_many_keys_is_folding_into_each() -> None:
+    keys = torch.stack([make_key(seed) for seed in range(4)], 1)
+    data = torch.tensor([0.0, 1.5, float("nan"), -2.0])
+    want = [fold_in(keys[:, i].contiguous(), data[i : i + 1]) for i in range(4)]
+    assert torch.equal(fold_in(keys, data), torch.stack(want, 1))
+
+
 def test_all_names_are_public() -> None:
-    assert set(random.__all__) == {"fold_in", "make_key", "next_key", "philox_4x32", "random_bits"}
+    names = {"fold_in", "make_key", "next_key", "philox_4x32", "random_bits", "random_bits_of_rows"}
+    assert set(random.__all__) == names

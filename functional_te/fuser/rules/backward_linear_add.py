@@ -10,7 +10,7 @@ import torch
 from functional_te import pytree
 from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.ops import BackwardContext, BasicLinear, BwdResult, FusedOp, MakeExtraOutput, Op
-from functional_te.ops.linear import LinearBackwardArgs, grad_specs, grads, linear_backward_fields
+from functional_te.ops.linear import LinearBackwardArgs, grad_specs, grads, linear_backward_fields, refuse_parallel
 
 __all__ = ["BACKWARD_LINEAR_ADD", "BackwardLinearAdd", "LinearAddBackwardArgs"]
 
@@ -49,7 +49,7 @@ class BackwardLinearAdd(FusedOp):
         """The backward bundle."""
         fork, linear = ctxs
         return LinearAddBackwardArgs(
-            linear=LinearBackwardArgs(**linear_backward_fields(linear, grad_output)),
+            linear=LinearBackwardArgs(**linear_backward_fields(self.ops[1], linear, grad_output)),
             grad_extra=fork.grad_extra_outputs[0],
         )
 
@@ -59,7 +59,9 @@ def _build(ops: tuple[Op, ...]) -> BackwardLinearAdd:
 
 
 def _refuse(window: Window) -> str | None:
-    return None if window.requires_grad[1].input else "the linear's input needs no gradient"
+    if not window.requires_grad[1].input:
+        return "the linear's input needs no gradient"
+    return refuse_parallel(window.ops[1], "column")
 
 
 BACKWARD_LINEAR_ADD = FusionRule(

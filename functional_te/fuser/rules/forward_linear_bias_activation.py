@@ -20,6 +20,7 @@ from functional_te.ops.linear import (
     linear_output_spec,
     operand_specs,
     operands,
+    refuse_parallel,
     saved_operands,
 )
 from functional_te.quantization.tensor import BoundQuantizer
@@ -157,7 +158,9 @@ def _build(ops: tuple[Op, ...]) -> ForwardLinearBiasActivation:
 
 
 def _refuse(window: Window) -> str | None:
-    return "a linear alone is nothing to fuse" if len(window.ops) == 1 else None
+    if len(window.ops) == 1:
+        return "a linear alone is nothing to fuse"
+    return refuse_parallel(window.ops[0], "row")
 
 
 FORWARD_LINEAR_BIAS_ACTIVATION = FusionRule(

@@ -8,11 +8,18 @@ from typing import Any, ClassVar
 import torch
 
 from functional_te import pytree
-from functional_te.fuser.rule import FusionRule, Slot
+from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.kernels import kernels
 from functional_te.ops import AddExtraInput, BasicLinear, Bias, FusedOp, FwdResult, Op, OpRequiresGrad
 from functional_te.ops.common import TensorOrQuantized
-from functional_te.ops.linear import LinearForwardArgs, linear_output_spec, operand_specs, operands, saved_operands
+from functional_te.ops.linear import (
+    LinearForwardArgs,
+    linear_output_spec,
+    operand_specs,
+    operands,
+    refuse_parallel,
+    saved_operands,
+)
 
 __all__ = ["FORWARD_LINEAR_BIAS_ADD", "ForwardLinearBiasAdd", "LinearBiasAddArgs"]
 
@@ -90,8 +97,13 @@ def _build(ops: tuple[Op, ...]) -> ForwardLinearBiasAdd:
     return ForwardLinearBiasAdd(ops)
 
 
+def _refuse(window: Window) -> str | None:
+    return refuse_parallel(window.ops[0], "row")
+
+
 FORWARD_LINEAR_BIAS_ADD = FusionRule(
     name="forward_linear_bias_add",
     pattern=(Slot((BasicLinear,)), Slot((Bias,), optional=True), Slot((AddExtraInput,))),
     build=_build,
+    refuse=_refuse,
 )

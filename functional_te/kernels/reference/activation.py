@@ -89,6 +89,25 @@ def _srelu_derivative(grad: Tensor, x: Tensor, shared: Shared, config: Config) -
     return half + half
 
 
+# Squared ReLU bounded by tanh, config (s,): (s tanh(relu(x) / s))^2
+
+
+def _tanh_srelu_prepare(x: Tensor, config: Config) -> Shared:
+    tanh = (x.relu() / config[0]).tanh()
+    return tanh, tanh * config[0]
+
+
+def _tanh_srelu(x: Tensor, shared: Shared, config: Config) -> Tensor:
+    return shared[1] * shared[1]
+
+
+def _tanh_srelu_derivative(grad: Tensor, x: Tensor, shared: Shared, config: Config) -> Tensor:
+    # 2 b (1 - t^2) with b = s t
+    tanh, bounded = shared
+    half = _tanh_backward(grad * bounded, tanh)
+    return half + half
+
+
 def _sigmoid_prepare(x: Tensor, config: Config) -> Shared:
     return (x.sigmoid(),)
 
@@ -211,6 +230,7 @@ _TABLE: tuple[Activation, ...] = (
     Activation("silu", False, _silu, _silu_derivative),
     Activation("relu", False, _relu, _relu_derivative),
     Activation("srelu", False, _srelu, _srelu_derivative, _srelu_prepare),
+    Activation("tanh_srelu", False, _tanh_srelu, _tanh_srelu_derivative, _tanh_srelu_prepare, defaults=(1.0,)),
     Activation("glu", True, _sigmoid, _sigmoid_derivative, _sigmoid_prepare),
     Activation("geglu", True, _gelu, _gelu_derivative),
     Activation("qgeglu", True, _qgelu, _qgelu_derivative, _qgelu_prepare),
@@ -280,8 +300,8 @@ def activation_forward(x: Tensor, kind: str, config: Config = (), interleave: in
     Args:
         x: any float dtype, shape (..., n); n is even for a gated kind.
         kind: a key of `ACTIVATIONS`.
-        config: (beta1, beta2) for "situglu", (limit, alpha, glu_linear_offset) for "clamped_swiglu", else empty;
-            empty means the defaults.
+        config: (beta1, beta2) for "situglu", (limit, alpha, glu_linear_offset) for "clamped_swiglu", (s,) for
+            "tanh_srelu", else empty; empty means the defaults.
         interleave: 0 when the last dim is ``[a | b]``, or the block size s of the layout of `interleave`.
 
     Returns:

@@ -57,6 +57,22 @@ def rms_norm_forward(x: Tensor, weight: Tensor, *, eps: float, zero_centered_gam
     return y, rstd
 
 
+def add_rms_norm_forward(
+    x: Tensor, extra: Tensor, weight: Tensor, *, eps: float, zero_centered_gamma: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``s = extra + x`` in torch's promoted dtype, and :func:`rms_norm_forward` of ``s`` as it was rounded.
+
+    Args:
+        x, extra: one shape, any float dtypes.
+        weight, eps, zero_centered_gamma: as for `rms_norm_forward`.
+
+    Returns:
+        s; y, float32 of x's shape; rstd, float32 of the leading shape.
+    """
+    total = extra + x
+    return total, *rms_norm_forward(total, weight, eps=eps, zero_centered_gamma=zero_centered_gamma)
+
+
 def rms_norm_backward(
     dy: Tensor,
     x: Tensor,

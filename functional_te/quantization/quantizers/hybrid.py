@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from functional_te._errors import type_error, value_error
+from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer
 
 __all__ = ["HybridQuantizer"]
@@ -55,25 +56,43 @@ class HybridQuantizer(Quantizer):
         """Whether the columnwise quantizer does."""
         return self.of(True).rotates
 
+    @property
+    def row_multiple(self) -> int:
+        """Also of a rowwise copy that is only made for the columnwise one."""
+        if self.columnwise and self.columnwise_source == "rowwise_dequantized" and not self.rowwise:
+            return self.with_usage(True, True).row_multiple
+        return super().row_multiple
+
     def of(self, columnwise: bool) -> Quantizer:
         """The quantizer of one of the copies."""
         own = self.columnwise_quantizer if columnwise else self.rowwise_quantizer
         assert own is not None
         return own
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+    def cast(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        groups: GroupLayout | None = None,
+    ) -> Cast:
         """Each copy by its own quantizer."""
         del scale, key
         rowwise, source = None, x
         if self.rowwise or self.columnwise_source == "rowwise_dequantized":
             own = self.of(False).with_usage(True, False)
-            rowwise = own.cast(x).rowwise
+            rowwise = own.cast(x, groups=groups).rowwise
             assert rowwise is not None
             if self.columnwise and self.columnwise_source == "rowwise_dequantized":
                 values, factor = own.decode(rowwise, False)
+                if factor is not None and groups is not None:
+                    factor = groups.per_tile(factor, 1)[:, None]
                 # in float32: a compiler may drop a rounding to bfloat16 between two float32 steps
                 source = (values if factor is None else values * factor).reshape(x.shape)
-        columnwise = self.of(True).with_usage(False, True).cast(source).columnwise if self.columnwise else None
+        columnwise = None
+        if self.columnwise:
+            columnwise = self.of(True).with_usage(False, True).cast(source, groups=groups).columnwise
         return Cast(rowwise if self.rowwise else None, columnwise)
 
     def decode(self, copy: Copy, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

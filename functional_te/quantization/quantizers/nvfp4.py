@@ -14,10 +14,11 @@ import torch
 
 from functional_te._errors import value_error
 from functional_te.quantization.fp8_block import block_grid, pad_to_tiles
+from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.hadamard import hadamard
 from functional_te.quantization.nvfp4 import BLOCK, nvfp4_cast, nvfp4_decode, tensor_factor
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
-from functional_te.quantization.random import fold_in, random_bits
+from functional_te.quantization.random import fold_in, random_bits, random_bits_of_rows
 from functional_te.quantization.scaling import amax_of, amax_of_rows
 
 __all__ = ["NVFP4Quantizer"]
@@ -86,39 +87,57 @@ class NVFP4Quantizer(Quantizer):
         """See ``with_rht``."""
         return self.with_rht
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+    def cast(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        groups: GroupLayout | None = None,
+    ) -> Cast:
         """Two levels: the amax of the (transformed) tensor, then the blocks."""
         del scale
         matrix, row, column = as_matrix(x), None, None
-        amax = amax_of(x)
+        amax = amax_of(x) if groups is None else groups.amax(matrix)
         observed = amax.clone() if self.stochastic_rounding else None
         if key is not None:
             # other data, other bits: microbatches of one step do not share their rounding errors
             key = fold_in(key, amax)
         if self.rowwise:
             own = amax_of_rows(matrix) if self.row_scaled else amax
-            data, scales = self._blocks(matrix, own, key, False)
+            data, scales = self._blocks(matrix, own, key, False, groups)
             row = Copy(data.view(*x.shape[:-1], data.shape[-1]), scales, own)
         if self.columnwise:
             padded = pad_to_tiles(matrix, (BLOCK, 1))
             if self.with_rht:
                 # a sum of 16 float16 numbers may overflow float16
                 padded = hadamard(padded.to(torch.float32) if x.dtype is torch.float16 else padded, dim=0)
-                amax = amax_of(padded)
+                amax = amax_of(padded) if groups is None else groups.amax(padded)
             elif self.rowwise and not self.row_scaled:
                 amax = amax.clone()
-            column = Copy(*self._blocks(padded, amax, key, True), amax)
+            column = Copy(*self._blocks(padded, amax, key, True, groups), amax)
         return Cast(row, column, observed)
 
     def _blocks(
-        self, matrix: torch.Tensor, amax: torch.Tensor, key: torch.Tensor | None, transpose: bool
+        self,
+        matrix: torch.Tensor,
+        amax: torch.Tensor,
+        key: torch.Tensor | None,
+        transpose: bool,
+        groups: GroupLayout | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bits = None
         if self.stochastic_rounding:
             assert key is not None
             rows, cols = matrix.shape
-            bits = random_bits(key, rows * cols, stream=int(transpose))
-            bits = bits.reshape(cols, rows) if transpose else bits.reshape(rows, cols)
+            if groups is not None:
+                bits = random_bits_of_rows(key[:, groups.group], groups.row, cols, stream=int(transpose))
+                bits = bits.t() if transpose else bits
+            else:
+                bits = random_bits(key, rows * cols, stream=int(transpose))
+                bits = bits.reshape(cols, rows) if transpose else bits.reshape(rows, cols)
+        if groups is not None and (transpose or not self.row_scaled):
+            amax = self._amax_of_tiles(amax, transpose, groups)
         return nvfp4_cast(
             matrix,
             amax,
@@ -128,6 +147,14 @@ class NVFP4Quantizer(Quantizer):
             four_over_six=self.four_over_six,
             transpose=transpose,
         )
+
+    def _amax_of_tiles(self, amax: torch.Tensor, transpose: bool, groups: GroupLayout) -> torch.Tensor:
+        """The amax ``[G]`` of the group of every row, row of tiles or column of blocks."""
+        if transpose:
+            return groups.per_tile(amax, BLOCK)[None]
+        height = self.tile[0]
+        rows = groups.per_tile(amax, height)
+        return rows if height == 1 else rows[:, None]
 
     def decode(self, copy: Copy, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Element times block scale, exactly; the tensor's factor apart, unless it differs between rows."""

@@ -11,15 +11,23 @@ from typing import Any, ClassVar
 import torch
 
 from functional_te.quantization.formats import saturating_cast
+from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
 from functional_te.quantization.scaling import amax_of, current_scale, reciprocal
 
 __all__ = ["Float8CurrentScalingQuantizer", "Float8DelayedScalingQuantizer"]
 
 
-def _cast(quantizer: Quantizer, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> Cast:
+def _cast(
+    quantizer: Quantizer,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    groups: GroupLayout | None,
+) -> Cast:
     # as_strided keeps Inductor from computing the scale again for every vector of elements
-    data = saturating_cast(x.to(torch.float32) * scale.as_strided((), ()), quantizer.dtype)
+    factor = scale.as_strided((), ()) if groups is None else groups.per_tile(scale, 1)[:, None]
+    data = saturating_cast(x.to(torch.float32) * factor, quantizer.dtype)
     # a new tensor: saved context never aliases live state
     scale_inv = reciprocal(scale)
     row = Copy(data, scale_inv) if quantizer.rowwise else None
@@ -54,13 +62,19 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     amax_epsilon: float = 0.0
     power_2_scale: bool = False
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+    def cast(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        groups: GroupLayout | None = None,
+    ) -> Cast:
         """``scale = limit / amax``."""
         del scale, key
-        amax = amax_of(x)
-        return _cast(
-            self, x, current_scale(amax, self.limit, epsilon=self.amax_epsilon, power_of_2=self.power_2_scale), None
-        )
+        amax = amax_of(x) if groups is None else groups.amax(x)
+        own = current_scale(amax, self.limit, epsilon=self.amax_epsilon, power_of_2=self.power_2_scale)
+        return _cast(self, x, own, None, groups)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,8 +102,15 @@ class Float8DelayedScalingQuantizer(_PerTensor):
         """Always."""
         return True
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+    def cast(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        groups: GroupLayout | None = None,
+    ) -> Cast:
         """The given scale; observes the amax of ``x``."""
         del key
         assert scale is not None
-        return _cast(self, x, scale, amax_of(x))
+        return _cast(self, x, scale, amax_of(x) if groups is None else groups.amax(x), groups)

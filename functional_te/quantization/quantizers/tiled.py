@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from functional_te.quantization.fp8_block import block_grid
+from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import Cast, Copy, Quantizer, as_matrix, rows_of
 
 __all__ = ["TiledQuantizer"]
@@ -25,9 +26,16 @@ class TiledQuantizer(Quantizer):
         """Data and scales of ``matrix [M, K]``, or of its transpose."""
         raise NotImplementedError
 
-    def cast(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, key: torch.Tensor | None = None) -> Cast:
+    def cast(
+        self,
+        x: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        groups: GroupLayout | None = None,
+    ) -> Cast:
         """Scales come from the tiles themselves."""
-        del scale, key
+        del scale, key, groups
         matrix, row, column = as_matrix(x), None, None
         if self.rowwise:
             data, scales = self.cast_matrix(matrix, False)

@@ -1,0 +1,163 @@
+"""GroupedLinear as a module, with te.ops' name, constructor signature and buffers of the caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import functional_te as fte
+from bridge.ops.operation import BasicOperation
+from functional_te._errors import type_error, value_error
+
+__all__ = ["GroupedLinear"]
+
+
+class _IntoBuffer(torch.autograd.Function):
+    """Copy an output into a buffer, which then is the output."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(buffer)
+        return buffer.copy_(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _GradIntoBuffer(torch.autograd.Function):
+    """Pass a tensor on; its gradient is copied into a buffer, which then is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        ctx.buffer = buffer
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.buffer.copy_(grads[0]), None
+
+
+def _check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    where = "GroupedLinear"
+    if not isinstance(buffer, torch.Tensor):
+        raise type_error(where, name, "a tensor", type(buffer).__name__)
+    if tuple(buffer.shape) != shape:
+        raise value_error(where, name, f"shape {shape}", f"shape {tuple(buffer.shape)}")
+    if buffer.dtype is not dtype:
+        raise value_error(where, name, f"dtype {dtype}", buffer.dtype)
+    if buffer.device != device:
+        raise value_error(where, name, f"device {device}", f"device {buffer.device}")
+    if not buffer.is_contiguous():
+        raise value_error(where, name, "a contiguous tensor", f"strides {buffer.stride()}")
+    if buffer.requires_grad:
+        raise value_error(where, name, "a tensor that requires no gradient", "one that does")
+
+
+class GroupedLinear(BasicOperation):
+    """One linear layer for each group of rows. See :class:`functional_te.GroupedLinear`.
+
+    Called with the rows, the number of rows of each group and, with ``scale_bias``, one factor per row.
+
+    Args:
+        num_groups: number of groups.
+        in_features: size of the last input dimension.
+        out_features: size of the last output dimension.
+        bias: whether there are biases.
+        device: None is the current CUDA device if there is one.
+        dtype: of the parameters; None is torch's default.
+        rng_state_tracker_function: gives an object with a context manager ``fork()``, inside of which the weights are
+            drawn.
+        accumulate_into_main_grad: see :mod:`bridge.main_grad`.
+        single_grouped_weight: one parameter ``weight [num_groups, out_features, in_features]``.
+        single_grouped_bias: one parameter ``bias [num_groups, out_features]``.
+        delay_wgrad_compute: not supported.
+        scale_bias: whether biases are scaled per row.
+
+    Raises:
+        ValueError: a size that is not positive.
+        NotImplementedError: ``delay_wgrad_compute``.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Any = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        if delay_wgrad_compute:
+            raise NotImplementedError(
+                "GroupedLinear: delay_wgrad_compute: not supported, got True. Weight gradients come with the backward."
+            )
+        op = fte.GroupedLinear(
+            num_groups, in_features, out_features, bias, scale_bias, single_grouped_weight, single_grouped_bias
+        )
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self._rng_state_tracker_function = rng_state_tracker_function
+        super().__init__(op, device=device, dtype=dtype)
+        if not bias:  # as te.ops: the names exist
+            for name in ("bias",) if single_grouped_bias else [f"bias{g}" for g in range(num_groups)]:
+                self.register_parameter(name, None)
+
+    def _draw_seed(self, device: torch.device) -> int:
+        if self._rng_state_tracker_function is None:
+            return super()._draw_seed(device)
+        with self._rng_state_tracker_function().fork():
+            return int(torch.randint(2**31, (), device=device if device.type == "cuda" else "cpu").item())
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for a call: never."""
+        return False
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        output: torch.Tensor | None = None,
+        grad_input: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the op alone.
+
+        Args:
+            input: ``[..., in_features]``.
+            extra_inputs: sizes, and factors with ``scale_bias``.
+            output: a buffer that takes the output and is returned. Eager mode, direct calls only.
+            grad_input: a buffer that takes the gradient of ``input``; likewise.
+
+        Raises:
+            ValueError: what does not fit, naming it.
+            NotImplementedError: a buffer in a compiled call.
+        """
+        if output is None and grad_input is None:
+            return super().forward(input, *extra_inputs, **kwargs)
+        name = "output" if output is not None else "grad_input"
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(f"GroupedLinear: {name}: not supported in a compiled call.")
+        if grad_input is not None:
+            _check_buffer("grad_input", grad_input, tuple(input.shape), input.dtype, input.device)
+        if output is not None:
+            shape = (*input.shape[:-1], self.out_features)
+            _check_buffer("output", output, shape, self._output_dtype(input), input.device)
+        if grad_input is not None and input.requires_grad and torch.is_grad_enabled():
+            input = _GradIntoBuffer.apply(input, grad_input)
+        result = super().forward(input, *extra_inputs, **kwargs)
+        return result if output is None else _IntoBuffer.apply(result, output)
+
+    def _output_dtype(self, input: torch.Tensor) -> torch.dtype:
+        if torch.is_autocast_enabled(input.device.type):
+            return torch.get_autocast_dtype(input.device.type)
+        own: torch.dtype = getattr(self, self.op.param_names[0]).dtype
+        return own
