@@ -99,8 +99,16 @@ def structure(tree: Any, flat: list[Any] | None = None) -> Any:
 
 
 def rebuild(spec: Any, flat: Any) -> Any:
-    """The tree of a :func:`structure` with the leaves ``flat``."""
-    return _traced_unflatten(spec, iter(flat))
+    """The tree of a :func:`structure` with the leaves ``flat``.
+
+    Raises:
+        ValueError: more leaves than the structure has.
+    """
+    rest = iter(flat)
+    tree = _traced_unflatten(spec, rest)
+    if next(rest, None) is not None:
+        raise ValueError("pytree.rebuild: flat: expected as many leaves as the structure has, got more.")
+    return tree
 
 
 def _traced_flatten(tree: Any, flat: list[Any]) -> Any:

@@ -41,7 +41,7 @@ from functional_te.ops.activation import ActivationSaved
 from functional_te.ops.common import dense
 from functional_te.ops.l2_normalization import L2Normalization, L2NormalizationSaved
 from functional_te.ops.layer_norm import LayerNormSaved, LayerNormStats
-from functional_te.ops.linear import LinearSaved
+from functional_te.ops.products import LinearSaved
 from functional_te.ops.rms_norm import RMSNormSaved
 from functional_te.ops.scaled_activation import ScaledActivation, ScaledSaved
 from functional_te.ops.structural import ShapeOf

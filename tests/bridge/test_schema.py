@@ -17,7 +17,7 @@ from functional_te.fuser.rules.forward_linear_bias_activation import (
     LinearBiasActivationArgs,
 )
 from functional_te.ops.activation import ActivationBackwardArgs
-from functional_te.ops.linear import LinearBackwardArgs, LinearForwardArgs
+from functional_te.ops.products import LinearBackwardArgs, LinearForwardArgs
 from functional_te.ops.rms_norm import RMSNormBackwardArgs, RMSNormForwardArgs
 
 from .compiled import GraphLog, assert_close, graph_count, leaf

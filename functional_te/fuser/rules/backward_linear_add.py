@@ -10,7 +10,7 @@ import torch
 from functional_te import pytree
 from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.ops import BackwardContext, BasicLinear, BwdResult, FusedOp, MakeExtraOutput, Op
-from functional_te.ops.linear import LinearBackwardArgs, grad_specs, grads, linear_backward_fields, refuse_parallel
+from functional_te.ops.products import LinearBackwardArgs, grad_specs, grads, linear_backward_fields, refuse_parallel
 
 __all__ = ["BACKWARD_LINEAR_ADD", "BackwardLinearAdd", "LinearAddBackwardArgs"]
 

@@ -9,7 +9,7 @@ from functional_te import pytree
 from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.fuser.rules.forward_linear_scale_add import refuse_factor
 from functional_te.ops import BackwardContext, BasicLinear, BwdResult, ConstantScale, FusedOp, Op
-from functional_te.ops.linear import LinearBackwardArgs, grad_specs, grads, linear_backward_fields, refuse_parallel
+from functional_te.ops.products import LinearBackwardArgs, grad_specs, grads, linear_backward_fields, refuse_parallel
 
 __all__ = ["BACKWARD_LINEAR_SCALE", "BackwardLinearScale", "LinearScaleBackwardArgs"]
 

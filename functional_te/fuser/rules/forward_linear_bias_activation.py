@@ -14,7 +14,7 @@ from functional_te.kernels import kernels
 from functional_te.ops import Activation, BasicLinear, Bias, FusedOp, FwdResult, Op, OpRequiresGrad
 from functional_te.ops.activation import INPUT_CACHE, ActivationSaved
 from functional_te.ops.common import TensorOrQuantized, amaxes, quantized_spec, spec_store, store
-from functional_te.ops.linear import (
+from functional_te.ops.products import (
     LinearForwardArgs,
     LinearSaved,
     linear_output_spec,

@@ -13,7 +13,7 @@ from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.kernels import kernels
 from functional_te.ops import AddExtraInput, BasicLinear, ConstantScale, FusedOp, FwdResult, Op, OpRequiresGrad
 from functional_te.ops.common import TensorOrQuantized
-from functional_te.ops.linear import (
+from functional_te.ops.products import (
     LinearForwardArgs,
     linear_output_spec,
     operand_specs,
