@@ -62,6 +62,21 @@ def _grad_dtypes(call: Call, targets: Any) -> dict[int, tuple[torch.dtype | None
     return dtypes
 
 
+def _launch_delaying(plan: Any, delays: dict[int, Any] | None) -> Any:
+    """How the steps of a backward are launched if some ops put work off; None without such ops."""
+    if not delays:
+        return None
+    steps = iter(plan.backward)
+
+    def launch(op: Any, direction: str, args: Any) -> Any:
+        del direction
+        step = next(steps)
+        put_off = None if step.fused else delays.get(step.indices[0])
+        return op.backward_impl(args) if put_off is None else put_off(op, args)
+
+    return launch
+
+
 def _accumulate(call: Call, targets: Any, grad_params: Any) -> Any:
     """Add gradients to their buffers; the gradients that are returned."""
     returned = [list(grads) for grads in grad_params]
@@ -75,7 +90,7 @@ def _accumulate(call: Call, targets: Any, grad_params: Any) -> Any:
 def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, count: int) -> tuple[Any, ...]:
     """One gradient or None for each of ``count`` arguments; what the backward observes is written to ``state``."""
     plan = call.plan
-    launch = launch_traced if torch.compiler.is_compiling() else None
+    launch = launch_traced if torch.compiler.is_compiling() else _launch_delaying(plan, call.delays)
     grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
     outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
     if outcome.amaxes:
@@ -214,12 +229,14 @@ def run(
     fusions: Any = None,
     closes: bool = False,
     main_grads: Any = (),
+    delays: Any = None,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     """Run a chain differentiably. Takes the arguments of :func:`apply`, with ``block`` as a chain.
 
     Args:
         closes: whether the backward closes the step of its quantizers.
         main_grads: destinations of parameter gradients; see :mod:`bridge.main_grad`.
+        delays: see :class:`bridge.call.Call`.
 
     Returns:
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).
@@ -241,8 +258,11 @@ def run(
                 compute_dtype,
                 closes,
                 main_grads,
+                delays,
             )
-    return _run(block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes, main_grads)
+    return _run(
+        block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes, main_grads, delays
+    )
 
 
 def _run(
@@ -258,6 +278,7 @@ def _run(
     compute_dtype: Any,
     closes: bool,
     main_grads: Any,
+    delays: Any,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
     try:
@@ -288,12 +309,16 @@ def _run(
                 "functional_te: a chain whose recipe has state cannot run under torch.func transforms, because its "
                 "backward writes observations into the state. Use functional_te.vjp, which returns them as values."
             )
-        if main_grads:
-            raise RuntimeError("functional_te: accumulate_into_main_grad cannot run under torch.func transforms.")
+        if main_grads or delays:
+            raise RuntimeError(
+                "functional_te: neither accumulate_into_main_grad nor delay_wgrad_compute can run under torch.func "
+                "transforms."
+            )
         call, unique = flat_call(plan, bundle, closes)
         results = TransformableChainFunction.apply(call, *unique)
     else:
         call, unique = eager_call(plan, bundle, closes, main_grads)
+        call.delays = delays
         results = ChainFunction.apply(call, *unique)
     if isinstance(results, torch.Tensor):
         return [results], {}

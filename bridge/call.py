@@ -46,6 +46,7 @@ class Call:
         grad_slots: for x, every parameter and every extra input in order: which argument it is, or -1.
         bundle: what :meth:`arguments` gives until the forward takes it, or None if it is rebuilt.
         main_grads: destinations of parameter gradients that are not returned; see :mod:`bridge.main_grad`.
+        delays: by op index, what runs in the place of the op's backward (eager mode only), or None.
         spec: tree definition of that bundle, with tuples in the place of dicts.
         slots: for every leaf of that tree, which argument it is.
         kwarg_names: for every op with forward kwargs, its index and their names.
@@ -57,6 +58,7 @@ class Call:
     __slots__ = (
         "bundle",
         "closes",
+        "delays",
         "grad_slots",
         "kwarg_names",
         "main_grads",
@@ -74,6 +76,7 @@ class Call:
         self.grad_slots = grad_slots
         self.bundle = bundle
         self.main_grads: tuple[MainGrad, ...] = ()
+        self.delays: dict[int, Any] | None = None
         self.spec: Any = None
         self.slots: tuple[int, ...] = ()
         self.kwarg_names: tuple[tuple[int, tuple[str, ...]], ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from bridge.state import fold_amaxes_
 from bridge.weight_cache import cached_params, modules_by_serial
 from functional_te._value import Table, value_of
 from functional_te.chain import Chain
+from functional_te.fuser import default_fusions
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.quantization.quantizer import Quantizer
 from functional_te.recipes import Recipe
@@ -81,6 +83,7 @@ class Group(Layout):
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
         self.switching = [m for m in modules if m.evaluation_op is not m.op]
         self.evaluation_block = Chain(tuple(m.evaluation_op for m in modules)) if self.switching else self.block
+        self.delaying = [(i, module) for i, module in enumerate(modules) if module.delay_wgrad_compute]
         self.accumulating = [(i, module) for i, module in enumerate(modules) if module.accumulate_into_main_grad]
         self.providers = [(index, module) for index, module in enumerate(modules) if module.provides_kwargs]
 
@@ -96,12 +99,26 @@ class Group(Layout):
             kwargs = self._with_provided(kwargs or {}, x, evaluates)
         recipe = self._recipe()
         fusions = self.custom_fusions.fusions(block, recipe) if registered.version else None
+        delays = None
+        if self.delaying:
+            fusions, delays = self._delays(fusions)
         if not compiling:
             self.remember_call(recipe, x, extra_inputs)
         if recipe is None:
             params = tuple([_params(module, None) for module in self.modules])
             main_grads = self._main_grads()
-            return run(block, params, x, extra_inputs, None, None, kwargs, fusions=fusions, main_grads=main_grads)[0]
+            return run(
+                block,
+                params,
+                x,
+                extra_inputs,
+                None,
+                None,
+                kwargs,
+                fusions=fusions,
+                main_grads=main_grads,
+                delays=delays,
+            )[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
         params = tuple([_params(module, casts) for module in self.modules])
@@ -119,6 +136,7 @@ class Group(Layout):
             fusions=fusions,
             closes=closes_in_graph(),
             main_grads=self._main_grads(),
+            delays=delays,
         )
         if amaxes and torch.is_grad_enabled() and reads is state:
             fold_amaxes_(state, amaxes)
@@ -138,6 +156,13 @@ class Group(Layout):
     def fusions(self, block: Chain, recipe: Recipe | None) -> Any:
         """The fusions to plan a call with, or None for the default ones."""
         return self.custom_fusions.fusions(block, recipe) if registered.version else None
+
+    def _delays(self, fusions: Any) -> tuple[Any, dict[int, Any]]:
+        """Fusions without those that would take in an op that puts its weight gradients off, and what runs for it."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("GroupedLinear: delay_wgrad_compute: not supported in a compiled call.")
+        rules = default_fusions() if fusions is None else fusions
+        return dataclasses.replace(rules, joint=()), {i: module.put_off for i, module in self.delaying}
 
     def _main_grads(self) -> tuple[MainGrad, ...]:
         """Where gradients of weights go that are not returned."""

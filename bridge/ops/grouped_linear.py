@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import torch
 
 import functional_te as fte
+from bridge.main_grad import main_grad_of
 from bridge.ops.operation import BasicOperation
+from functional_te import pytree
 from functional_te._errors import type_error, value_error
 
 __all__ = ["GroupedLinear"]
@@ -72,12 +75,12 @@ class GroupedLinear(BasicOperation):
         accumulate_into_main_grad: see :mod:`bridge.main_grad`.
         single_grouped_weight: one parameter ``weight [num_groups, out_features, in_features]``.
         single_grouped_bias: one parameter ``bias [num_groups, out_features]``.
-        delay_wgrad_compute: not supported.
+        delay_wgrad_compute: leave gradients of weights to :meth:`backward_dw`, which a pipeline schedule calls later.
+            Eager mode only.
         scale_bias: whether biases are scaled per row.
 
     Raises:
         ValueError: a size that is not positive.
-        NotImplementedError: ``delay_wgrad_compute``.
     """
 
     def __init__(
@@ -96,15 +99,15 @@ class GroupedLinear(BasicOperation):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
     ) -> None:
-        if delay_wgrad_compute:
-            raise NotImplementedError(
-                "GroupedLinear: delay_wgrad_compute: not supported, got True. Weight gradients come with the backward."
-            )
         op = fte.GroupedLinear(
             num_groups, in_features, out_features, bias, scale_bias, single_grouped_weight, single_grouped_bias
         )
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
+        # weight gradients that wait, one entry per backward, oldest first; and what is called when some are there
+        self._waiting: collections.deque[Any] = collections.deque()
+        self._wgrad_hooks: list[Any] = []
         self._rng_state_tracker_function = rng_state_tracker_function
         super().__init__(op, device=device, dtype=dtype)
         if not bias:  # as te.ops: the names exist
@@ -117,9 +120,69 @@ class GroupedLinear(BasicOperation):
         with self._rng_state_tracker_function().fork():
             return int(torch.randint(2**31, (), device=device if device.type == "cuda" else "cpu").item())
 
+    def _weight_names(self) -> list[str]:
+        return [name for name in self.op.param_names if name.startswith("weight")]
+
+    def _mark_weights(self) -> None:
+        # as te.ops does: their hooks after a backward have to wait too
+        for name in self._weight_names():
+            getattr(self, name).skip_backward_post_hook = True
+
+    def _init_parameters(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        super()._init_parameters(device, dtype)
+        if self.delay_wgrad_compute:
+            self._mark_weights()
+
+    def put_off(self, op: Any, args: Any) -> Any:
+        """Run a backward without the gradients of the weights, which wait for :meth:`backward_dw`."""
+        if args.input_ is None:
+            return op.backward_impl(args)
+        count = len(args.wants_weights)
+        if not args.weights:  # all that the product of the weights leaves are observations: make both now
+            result = op.backward_impl(args)
+            self._waiting.append(lambda: result.grad_params[:count])
+            return result._replace(grad_params=(*(None,) * count, *result.grad_params[count:]))
+        later = pytree.replace(args, weights=(), biases=(), scales=None, wants_biases=())
+        self._waiting.append(lambda: op.backward_impl(later).grad_params)
+        return op.backward_impl(pytree.replace(args, input_=None))
+
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for a call: never."""
-        return False
+        """Whether gradients of weights wait for calls of :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        """Have ``hook()`` called at the end of every :meth:`backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward that waits; add them to ``.grad`` or ``main_grad``.
+
+        Raises:
+            RuntimeError: no backward waits.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._waiting:
+            raise RuntimeError("GroupedLinear: backward_dw: expected a backward that waits for it, got none.")
+        grads = self._waiting.popleft()()
+        for position, (name, grad) in enumerate(zip(self._weight_names(), grads, strict=True)):
+            weight = getattr(self, name)
+            if grad is None:
+                continue
+            if self.accumulate_into_main_grad:
+                own = main_grad_of(0, position, name, weight, type(self).__name__)
+                grad = own.add(own.target, grad)
+                if grad is None:
+                    continue
+            grad = grad.to(weight.dtype)
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what waits: it belongs to this very module."""
+        return {**super().__getstate__(), "_waiting": collections.deque()}
 
     def forward(
         self,

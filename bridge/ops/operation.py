@@ -96,6 +96,8 @@ class BasicOperation(BasicHooks, FusibleOperation):
     provides_kwargs: ClassVar[bool] = False
     # whether gradients of weights are added to ``weight.main_grad``
     accumulate_into_main_grad: bool = False
+    # whether gradients of weights wait for a call of ``backward_dw``
+    delay_wgrad_compute: bool = False
 
     def __init__(self, op: Op | None = None, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

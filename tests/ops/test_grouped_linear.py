@@ -333,8 +333,6 @@ def test_module_parameters() -> None:
 
 
 def test_module_refuses() -> None:
-    with pytest.raises(NotImplementedError, match="delay_wgrad_compute"):
-        bridge.ops.GroupedLinear(2, 8, 8, delay_wgrad_compute=True)
     with pytest.raises(ValueError, match="num_groups"):
         bridge.ops.GroupedLinear(0, 8, 8)
 
