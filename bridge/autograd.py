@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.call import Call, eager_call, flat_call, merge_saved, split_saved
+from bridge.call import Call, eager_call, flat_call, launch_taken_over, merge_saved, split_saved
 from bridge.gate import launch_traced
 from bridge.state import close_, fold_amaxes_, keep_scales
 from functional_te import pytree
@@ -34,7 +34,8 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any, Any
     if torch.compiler.is_compiling():
         outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launch_traced)
     else:
-        outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs)
+        launch = launch_taken_over(plan, "forward", call.takeovers)
+        outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs, launch)
     outputs = [_dense(outcome.output), *outcome.extra_outputs]
     if plan.any_alias:
         # an autograd function may not return its input, nor one storage twice
@@ -62,21 +63,6 @@ def _grad_dtypes(call: Call, targets: Any) -> dict[int, tuple[torch.dtype | None
     return dtypes
 
 
-def _launch_delaying(plan: Any, delays: dict[int, Any] | None) -> Any:
-    """How the steps of a backward are launched if some ops put work off; None without such ops."""
-    if not delays:
-        return None
-    steps = iter(plan.backward)
-
-    def launch(op: Any, direction: str, args: Any) -> Any:
-        del direction
-        step = next(steps)
-        put_off = None if step.fused else delays.get(step.indices[0])
-        return op.backward_impl(args) if put_off is None else put_off(op, args)
-
-    return launch
-
-
 def _accumulate(call: Call, targets: Any, grad_params: Any) -> Any:
     """Add gradients to their buffers; the gradients that are returned."""
     returned = [list(grads) for grads in grad_params]
@@ -90,7 +76,8 @@ def _accumulate(call: Call, targets: Any, grad_params: Any) -> Any:
 def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, count: int) -> tuple[Any, ...]:
     """One gradient or None for each of ``count`` arguments; what the backward observes is written to ``state``."""
     plan = call.plan
-    launch = launch_traced if torch.compiler.is_compiling() else _launch_delaying(plan, call.delays)
+    compiling = torch.compiler.is_compiling()
+    launch = launch_traced if compiling else launch_taken_over(plan, "backward", call.takeovers)
     grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
     outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
     if outcome.amaxes:
@@ -229,14 +216,14 @@ def run(
     fusions: Any = None,
     closes: bool = False,
     main_grads: Any = (),
-    delays: Any = None,
+    takeovers: Any = None,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     """Run a chain differentiably. Takes the arguments of :func:`apply`, with ``block`` as a chain.
 
     Args:
         closes: whether the backward closes the step of its quantizers.
         main_grads: destinations of parameter gradients; see :mod:`bridge.main_grad`.
-        delays: see :class:`bridge.call.Call`.
+        takeovers: see :class:`bridge.call.Call`.
 
     Returns:
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).
@@ -258,10 +245,10 @@ def run(
                 compute_dtype,
                 closes,
                 main_grads,
-                delays,
+                takeovers,
             )
     return _run(
-        block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes, main_grads, delays
+        block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes, main_grads, takeovers
     )
 
 
@@ -278,7 +265,7 @@ def _run(
     compute_dtype: Any,
     closes: bool,
     main_grads: Any,
-    delays: Any,
+    takeovers: Any,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
     try:
@@ -297,7 +284,8 @@ def _run(
     check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs)
     if not plan.output_requires_grad:
-        outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch_traced if compiling else None)
+        launch = launch_traced if compiling else launch_taken_over(plan, "forward", takeovers)
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch)
         return [_dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
     bundle = (x, params, extra_inputs, bound, state, tuple([own.target for own in main_grads]))
     if compiling:
@@ -309,16 +297,16 @@ def _run(
                 "functional_te: a chain whose recipe has state cannot run under torch.func transforms, because its "
                 "backward writes observations into the state. Use functional_te.vjp, which returns them as values."
             )
-        if main_grads or delays:
+        if main_grads or takeovers:
             raise RuntimeError(
-                "functional_te: neither accumulate_into_main_grad nor delay_wgrad_compute can run under torch.func "
-                "transforms."
+                "functional_te: accumulate_into_main_grad, delay_wgrad_compute and buffers of the caller cannot be "
+                "used under torch.func transforms."
             )
         call, unique = flat_call(plan, bundle, closes)
         results = TransformableChainFunction.apply(call, *unique)
     else:
         call, unique = eager_call(plan, bundle, closes, main_grads)
-        call.delays = delays
+        call.takeovers = takeovers
         results = ChainFunction.apply(call, *unique)
     if isinstance(results, torch.Tensor):
         return [results], {}

@@ -7,7 +7,8 @@ each distinct one once, and the bundle of the call is rebuilt from them inside.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from functional_te.quantization.tensor import CachedWeight
 if TYPE_CHECKING:
     from bridge.main_grad import MainGrad
 
-__all__ = ["Call", "eager_call", "flat_call", "merge_saved", "split_saved"]
+__all__ = ["Call", "Takeover", "eager_call", "flat_call", "launch_taken_over", "merge_saved", "split_saved"]
 
 
 def split_saved(leaves: list[Any]) -> tuple[list[torch.Tensor], list[Any] | None]:
@@ -37,6 +38,33 @@ def merge_saved(values: list[Any] | None, tensors: Any) -> Any:
     return [next(rest) if value is None else value for value in values]
 
 
+class Takeover(NamedTuple):
+    """What an eager call runs in the place of an op's implementation.
+
+    Attributes:
+        forward: from the op and its bundle to its result, or None for the implementation.
+        backward: likewise.
+    """
+
+    forward: Callable[[Any, Any], Any] | None = None
+    backward: Callable[[Any, Any], Any] | None = None
+
+
+def launch_taken_over(plan: Plan, direction: str, takeovers: dict[int, Takeover] | None) -> Any:
+    """How the steps of one pass are launched if some are taken over; None if none is."""
+    if not takeovers:
+        return None
+    steps: Any = iter(plan.forward if direction == "forward" else plan.backward)
+
+    def launch(op: Any, direction: str, args: Any) -> Any:
+        step = next(steps)
+        taken = takeovers.get(step.indices[0])
+        own = None if step.fused or taken is None else getattr(taken, direction)
+        return getattr(op, f"{direction}_impl")(args) if own is None else own(op, args)
+
+    return launch
+
+
 class Call:
     """What one call passes besides its tensors.
 
@@ -46,7 +74,7 @@ class Call:
         grad_slots: for x, every parameter and every extra input in order: which argument it is, or -1.
         bundle: what :meth:`arguments` gives until the forward takes it, or None if it is rebuilt.
         main_grads: destinations of parameter gradients that are not returned; see :mod:`bridge.main_grad`.
-        delays: by op index, what runs in the place of the op's backward (eager mode only), or None.
+        takeovers: by op index, the :class:`Takeover` of its steps (eager mode only), or None.
         spec: tree definition of that bundle, with tuples in the place of dicts.
         slots: for every leaf of that tree, which argument it is.
         kwarg_names: for every op with forward kwargs, its index and their names.
@@ -58,7 +86,6 @@ class Call:
     __slots__ = (
         "bundle",
         "closes",
-        "delays",
         "grad_slots",
         "kwarg_names",
         "main_grads",
@@ -68,6 +95,7 @@ class Call:
         "saved_values",
         "slots",
         "spec",
+        "takeovers",
     )
 
     def __init__(self, plan: Plan, closes: bool, grad_slots: tuple[int, ...], bundle: Any) -> None:
@@ -76,7 +104,7 @@ class Call:
         self.grad_slots = grad_slots
         self.bundle = bundle
         self.main_grads: tuple[MainGrad, ...] = ()
-        self.delays: dict[int, Any] | None = None
+        self.takeovers: dict[int, Takeover] | None = None
         self.spec: Any = None
         self.slots: tuple[int, ...] = ()
         self.kwarg_names: tuple[tuple[int, tuple[str, ...]], ...] = ()

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bridge.library import NAMESPACE
+from functional_te._errors import type_error, value_error
 
-__all__ = ["MainGrad", "main_grad_of"]
+__all__ = ["MainGrad", "check_one_dtype", "main_grad_of", "overwriting_once"]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("accumulate_(Tensor(a!) target, Tensor value, bool overwrite) -> ()")
@@ -72,18 +73,41 @@ class MainGrad(NamedTuple):
         return (torch.zeros if self.zeros else torch.empty)(grad.shape, dtype=self.dtype, device=grad.device)
 
 
+def check_one_dtype(found: list[MainGrad], where: str) -> None:
+    """Raise unless the buffers of one op have one dtype: one product computes the gradients for all of them."""
+    dtypes = sorted({str(own.target.dtype) for own in found})
+    if len(dtypes) > 1:
+        raise value_error(where, "main_grad", "one dtype for all weights", ", ".join(dtypes))
+
+
+def overwriting_once(found: list[MainGrad]) -> tuple[MainGrad, ...]:
+    """A buffer of tied weights is overwritten by the first gradient, which the others are added to."""
+    result: list[MainGrad] = []
+    for own in found:
+        again = any(own.target is other.target for other in result)
+        result.append(own._replace(overwrite=False) if again else own)
+    return tuple(result)
+
+
 def main_grad_of(op: int, param: int, name: str, weight: torch.Tensor, where: str) -> MainGrad:
     """The destination of the gradient of ``weight``.
 
     Raises:
         RuntimeError: it has no buffer.
-        ValueError: the buffer has another shape or device.
+        TypeError: the buffer is no tensor, or not of floating numbers.
+        ValueError: it has another shape or device, requires a gradient, or is the weight.
     """
     target = weight.get_main_grad() if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)  # type: ignore[attr-defined]
     if target is None:
         raise RuntimeError(
             f"{where}: {name}: accumulate_into_main_grad: expected a tensor in {name}.main_grad, got None."
         )
+    if not isinstance(target, torch.Tensor):
+        raise type_error(where, f"{name}.main_grad", "a tensor", type(target).__name__)
+    if not target.is_floating_point():
+        raise type_error(where, f"{name}.main_grad", "a floating dtype", target.dtype)
+    if target.requires_grad or target is weight:
+        raise value_error(where, f"{name}.main_grad", "a tensor of its own that requires no gradient", "another")
     if target.shape != weight.shape or target.device != weight.device:
         raise ValueError(
             f"{where}: {name}.main_grad: expected shape {tuple(weight.shape)} on {weight.device}, "

@@ -40,23 +40,33 @@ def _names(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def _collapsed(names: Any) -> list[str]:
+    """Numbered names as one."""
+    plain = dict.fromkeys(names)
+    return list(dict.fromkeys(f"{n.rstrip('0123456789')}0 .." if n[-1:].isdigit() else n for n in plain))
+
+
 def _operations() -> list[str]:
     lines = [
         "| operation | what it computes | parameters | extra inputs / outputs | casts | module | file |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    seen = set()
+    examples: dict[type[Any], list[Any]] = {}
     for op, _ in OPS:
-        kind = type(op)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        casts = _names(
-            dict.fromkeys(role.rstrip("0123456789") for role in (*op.forward_quantizers, *op.backward_quantizers))
-        )
-        extras = f"{op.num_extra_inputs} / {op.num_extra_outputs}" if op.num_extra_inputs + op.num_extra_outputs else ""
+        examples.setdefault(type(op), []).append(op)
+    for kind, own in examples.items():
+        casts = [role for op in own for role in (*op.forward_quantizers, *op.backward_quantizers)]
+        takes = sorted({f"{op.num_extra_inputs} / {op.num_extra_outputs}" for op in own} - {"0 / 0"})
         module = f"`ops.{kind.__name__}`" if hasattr(modules, kind.__name__) else ""
-        cells = (f"`{kind.__name__}`", _first_line(kind), _names(op.param_names), extras, casts, module, _link(kind))
+        cells = (
+            f"`{kind.__name__}`",
+            _first_line(kind),
+            _names(_collapsed(name for op in own for name in op.param_names)),
+            " or ".join(takes),
+            _names(dict.fromkeys(role.rstrip("0123456789") for role in casts)),
+            module,
+            _link(kind),
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

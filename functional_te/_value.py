@@ -7,6 +7,7 @@ chain with one string (:attr:`Value.uid`), and lets plan caches key on whole val
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import threading
 import weakref
@@ -50,6 +51,12 @@ def _rebuild(cls: type[Any], fields: dict[str, Any]) -> Any:
 
 
 class _ValueMeta(type):
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """That of the constructor, which ``__call__`` hides."""
+        own = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(parameters=list(own.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
         names = [field.name for field in dataclasses.fields(made)]

@@ -81,7 +81,8 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def tree_unflatten(spec: Any, flat: Any) -> Any:
     """Rebuild a tree of structure ``spec`` from its leaves."""
-    if torch.compiler.is_compiling():
+    # a structure that was traced may be rebuilt by ordinary code: the backward of a graph that was broken
+    if torch.compiler.is_compiling() or spec is None or isinstance(spec, (tuple, str)):
         return _traced_unflatten(spec, iter(flat))
     return optree.tree_unflatten(spec, flat)
 

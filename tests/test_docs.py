@@ -30,3 +30,10 @@ def test_links_lead_to_files(page):
 def test_every_operation_has_a_formula():
     for line in _generator()._operations()[2:]:
         assert "`" in line.split(" | ")[1], line
+
+
+def test_the_code_of_the_pages_runs():
+    for page in sorted(DOCS.glob("*.md")):
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
+        if blocks:
+            exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "__main__"})

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import pickle
 import threading
 
@@ -107,3 +108,9 @@ def test_equivalent_configurations_are_one_value() -> None:
     assert fte.Reshape(8) is fte.Reshape((8,))
     assert fte.ConstantScale(2) is fte.ConstantScale(2.0)
     assert fte.SiTUGLU(beta1=4) is fte.SiTUGLU()
+
+
+def test_signatures_are_those_of_constructors() -> None:
+    names = list(inspect.signature(fte.GroupedLinear).parameters)
+    assert names[:3] == ["num_groups", "in_features", "out_features"]
+    assert list(inspect.signature(fte.FusionRule).parameters) == ["name", "pattern", "build", "refuse"]

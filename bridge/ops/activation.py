@@ -33,6 +33,8 @@ class _Activation(BasicOperation):
     def _configure(self, *, cache_quantized_input: bool, **config: Any) -> None:
         BasicOperation.__init__(self, self.op_class(cache_quantized_input=cache_quantized_input, **config))
         self.cache_quantized_input = cache_quantized_input
+        for name, value in config.items():
+            setattr(self, name, value)
 
 
 class GELU(_Activation):

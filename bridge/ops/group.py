@@ -9,7 +9,7 @@ import torch
 
 from bridge.autograd import run
 from bridge.compat import in_backward
-from bridge.main_grad import MainGrad, main_grad_of
+from bridge.main_grad import MainGrad, check_one_dtype, main_grad_of, overwriting_once
 from bridge.ops.fusions import FusionCache, registered
 from bridge.ops.layout import Layout
 from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, reads_weight_casts
@@ -83,7 +83,7 @@ class Group(Layout):
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
         self.switching = [m for m in modules if m.evaluation_op is not m.op]
         self.evaluation_block = Chain(tuple(m.evaluation_op for m in modules)) if self.switching else self.block
-        self.delaying = [(i, module) for i, module in enumerate(modules) if module.delay_wgrad_compute]
+        self.taking_over = [(i, module) for i, module in enumerate(modules) if module.may_take_over]
         self.accumulating = [(i, module) for i, module in enumerate(modules) if module.accumulate_into_main_grad]
         self.providers = [(index, module) for index, module in enumerate(modules) if module.provides_kwargs]
 
@@ -99,9 +99,9 @@ class Group(Layout):
             kwargs = self._with_provided(kwargs or {}, x, evaluates)
         recipe = self._recipe()
         fusions = self.custom_fusions.fusions(block, recipe) if registered.version else None
-        delays = None
-        if self.delaying:
-            fusions, delays = self._delays(fusions)
+        takeovers = None
+        if self.taking_over:
+            kwargs, fusions, takeovers = self._takeovers(kwargs, fusions)
         if not compiling:
             self.remember_call(recipe, x, extra_inputs)
         if recipe is None:
@@ -117,7 +117,7 @@ class Group(Layout):
                 kwargs,
                 fusions=fusions,
                 main_grads=main_grads,
-                delays=delays,
+                takeovers=takeovers,
             )[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
@@ -136,7 +136,7 @@ class Group(Layout):
             fusions=fusions,
             closes=closes_in_graph(),
             main_grads=self._main_grads(),
-            delays=delays,
+            takeovers=takeovers,
         )
         if amaxes and torch.is_grad_enabled() and reads is state:
             fold_amaxes_(state, amaxes)
@@ -157,24 +157,32 @@ class Group(Layout):
         """The fusions to plan a call with, or None for the default ones."""
         return self.custom_fusions.fusions(block, recipe) if registered.version else None
 
-    def _delays(self, fusions: Any) -> tuple[Any, dict[int, Any]]:
-        """Fusions without those that would take in an op that puts its weight gradients off, and what runs for it."""
-        if torch.compiler.is_compiling():
-            raise NotImplementedError("GroupedLinear: delay_wgrad_compute: not supported in a compiled call.")
+    def _takeovers(self, kwargs: Any, fusions: Any) -> tuple[Any, Any, Any]:
+        """What modules run themselves; kwargs without those meant for them, and fusions that leave their ops alone."""
+        found, rest = {}, dict(kwargs or {})
+        for index, module in self.taking_over:
+            own, rest[index] = module.takeover(rest.get(index, {}))
+            if own is not None:
+                found[index] = own
+        if not found:
+            return kwargs, fusions, None
         rules = default_fusions() if fusions is None else fusions
-        return dataclasses.replace(rules, joint=()), {i: module.put_off for i, module in self.delaying}
+        return {i: given for i, given in rest.items() if given}, dataclasses.replace(rules, joint=()), found
 
     def _main_grads(self) -> tuple[MainGrad, ...]:
         """Where gradients of weights go that are not returned."""
         if not self.accumulating or not torch.is_grad_enabled():
             return ()
-        found = []
+        found: list[MainGrad] = []
         for index, module in self.accumulating:
+            own: list[MainGrad] = []
             for position, name in enumerate(module.op.param_names):
                 weight = getattr(module, name)
                 if name.startswith("weight") and weight.requires_grad:
-                    found.append(main_grad_of(index, position, name, weight, type(module).__name__))
-        return tuple(found)
+                    own.append(main_grad_of(index, position, name, weight, type(module).__name__))
+            check_one_dtype(own, type(module).__name__)
+            found.extend(own)
+        return overwriting_once(found)
 
     def _with_provided(self, kwargs: dict[int, dict[str, Any]], x: Any, evaluates: bool) -> dict[int, dict[str, Any]]:
         """The caller's forward kwargs by op index, and those that modules give themselves."""
@@ -182,9 +190,10 @@ class Group(Layout):
         for index, module in self.providers:
             if evaluates and module.evaluation_op is not module.op:
                 continue
-            own = module.forward_kwargs(x)
+            given = bound.get(index, {})
+            own = module.forward_kwargs(x, given)
             if own:
-                bound[index] = {**own, **bound.get(index, {})}
+                bound[index] = {**own, **given}
         return bound
 
     def _recipe(self) -> Recipe | None:

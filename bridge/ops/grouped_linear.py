@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 import functional_te as fte
+from bridge.call import Takeover
 from bridge.main_grad import main_grad_of
 from bridge.ops.operation import BasicOperation
 from functional_te import pytree
 from functional_te._errors import type_error, value_error
 
 __all__ = ["GroupedLinear"]
-
-
-class _IntoBuffer(torch.autograd.Function):
-    """Copy an output into a buffer, which then is the output."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(buffer)
-        return buffer.copy_(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _GradIntoBuffer(torch.autograd.Function):
-    """Pass a tensor on; its gradient is copied into a buffer, which then is the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.buffer = buffer
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.buffer.copy_(grads[0]), None
 
 
 def _check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -61,7 +36,10 @@ def _check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.d
 class GroupedLinear(BasicOperation):
     """One linear layer for each group of rows. See :class:`functional_te.GroupedLinear`.
 
-    Called with the rows, the number of rows of each group and, with ``scale_bias``, one factor per row.
+    Called with the rows, the number of rows of each group and, with ``scale_bias``, one factor per row. Forward
+    kwargs in eager mode: ``output``, a buffer that takes the output and is what goes on, and ``grad_input``, a buffer
+    that takes the gradient of the rows. Both have the shape, dtype and device of what they take, are contiguous and
+    require no gradient.
 
     Args:
         num_groups: number of groups.
@@ -82,6 +60,8 @@ class GroupedLinear(BasicOperation):
     Raises:
         ValueError: a size that is not positive.
     """
+
+    may_take_over: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -133,7 +113,35 @@ class GroupedLinear(BasicOperation):
         if self.delay_wgrad_compute:
             self._mark_weights()
 
-    def put_off(self, op: Any, args: Any) -> Any:
+    def takeover(self, kwargs: dict[str, Any]) -> tuple[Takeover | None, dict[str, Any]]:
+        """Weight gradients that wait, and the caller's buffers ``output`` and ``grad_input``."""
+        output, grad_input = kwargs.get("output"), kwargs.get("grad_input")
+        if output is None and grad_input is None and not self.delay_wgrad_compute:
+            return None, kwargs
+        if torch.compiler.is_compiling():
+            name = "delay_wgrad_compute" if self.delay_wgrad_compute else "output or grad_input"
+            raise NotImplementedError(f"GroupedLinear: {name}: not supported in a compiled call.")
+
+        def forward(op: Any, args: Any) -> Any:
+            x = args.input_
+            if grad_input is not None:
+                _check_buffer("grad_input", grad_input, tuple(x.shape), x.dtype, x.device)
+            if output is None:
+                return op.forward_impl(args)
+            _check_buffer("output", output, (*x.shape[:-1], self.out_features), args.dtype, x.device)
+            result = op.forward_impl(args)
+            return result._replace(output=output.copy_(result.output))
+
+        def backward(op: Any, args: Any) -> Any:
+            result = self._put_off(op, args) if self.delay_wgrad_compute else op.backward_impl(args)
+            if grad_input is None or result.grad_input is None:
+                return result
+            return result._replace(grad_input=grad_input.copy_(result.grad_input))
+
+        rest = {name: value for name, value in kwargs.items() if name not in ("output", "grad_input")}
+        return Takeover(forward, backward), rest
+
+    def _put_off(self, op: Any, args: Any) -> Any:
         """Run a backward without the gradients of the weights, which wait for :meth:`backward_dw`."""
         if args.input_ is None:
             return op.backward_impl(args)
@@ -183,44 +191,3 @@ class GroupedLinear(BasicOperation):
     def __getstate__(self) -> dict[str, Any]:
         """Without what waits: it belongs to this very module."""
         return {**super().__getstate__(), "_waiting": collections.deque()}
-
-    def forward(
-        self,
-        input: torch.Tensor,
-        *extra_inputs: torch.Tensor,
-        output: torch.Tensor | None = None,
-        grad_input: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the op alone.
-
-        Args:
-            input: ``[..., in_features]``.
-            extra_inputs: sizes, and factors with ``scale_bias``.
-            output: a buffer that takes the output and is returned. Eager mode, direct calls only.
-            grad_input: a buffer that takes the gradient of ``input``; likewise.
-
-        Raises:
-            ValueError: what does not fit, naming it.
-            NotImplementedError: a buffer in a compiled call.
-        """
-        if output is None and grad_input is None:
-            return super().forward(input, *extra_inputs, **kwargs)
-        name = "output" if output is not None else "grad_input"
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(f"GroupedLinear: {name}: not supported in a compiled call.")
-        if grad_input is not None:
-            _check_buffer("grad_input", grad_input, tuple(input.shape), input.dtype, input.device)
-        if output is not None:
-            shape = (*input.shape[:-1], self.out_features)
-            _check_buffer("output", output, shape, self._output_dtype(input), input.device)
-        if grad_input is not None and input.requires_grad and torch.is_grad_enabled():
-            input = _GradIntoBuffer.apply(input, grad_input)
-        result = super().forward(input, *extra_inputs, **kwargs)
-        return result if output is None else _IntoBuffer.apply(result, output)
-
-    def _output_dtype(self, input: torch.Tensor) -> torch.dtype:
-        if torch.is_autocast_enabled(input.device.type):
-            return torch.get_autocast_dtype(input.device.type)
-        own: torch.dtype = getattr(self, self.op.param_names[0]).dtype
-        return own

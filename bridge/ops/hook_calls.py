@@ -12,10 +12,11 @@ from bridge.ops.context import OperationContext, reopened
 from bridge.ops.quantizer_view import QuantizerView
 from functional_te._value import Table
 from functional_te.ops import BackwardContext
-from functional_te.quantization.tensor import BoundQuantizer
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
 __all__ = ["HookCall", "contexts_of", "module_of", "remember", "run_backward", "run_forward"]
 
+TENSORS = (torch.Tensor, QuantizedTensor)
 # weak references to modules by serial, as attributes: traced code can follow those
 _modules = Table()
 
@@ -54,12 +55,21 @@ def _expect(condition: bool, who: str, what: str, wanted: Any, got: Any) -> None
         raise RuntimeError(f"{who}: {what}: expected {wanted}, got {got}.")
 
 
+def _kind(value: Any) -> str:
+    """What a hook returned, without its numbers."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def _entries(value: Any, who: str, what: str, counts: tuple[int, ...]) -> tuple[tuple[Any, ...], ...]:
     """One tuple per covered op, each of the right length; None stands for Nones only."""
+    _expect(not isinstance(value, torch.Tensor), who, what, "a list with one entry per basic op", _kind(value))
     given = list(value) if value is not None else [None] * len(counts)
     _expect(len(given) == len(counts), who, what, f"{len(counts)} entries, one per basic op", len(given))
     result = []
     for position, (own, count) in enumerate(zip(given, counts, strict=True)):
+        _expect(not isinstance(own, torch.Tensor), who, f"{what} of basic op {position}", "a list", _kind(own))
         entry = (None,) * count if own is None else tuple(own)
         _expect(len(entry) == count, who, f"{what} of basic op {position}", count, len(entry))
         result.append(entry)
@@ -67,7 +77,7 @@ def _entries(value: Any, who: str, what: str, counts: tuple[int, ...]) -> tuple[
 
 
 def _pair(value: Any, count: int, who: str, what: str) -> tuple[Any, ...]:
-    _expect(isinstance(value, (tuple, list)) and len(value) == count, who, what, f"{count} results", value)
+    _expect(isinstance(value, (tuple, list)) and len(value) == count, who, what, f"{count} results", _kind(value))
     return tuple(value)
 
 
@@ -107,7 +117,7 @@ def run_forward(call: HookCall) -> tuple[Any, Any, list[OperationContext], Any]:
             with torch.autocast(call.tensor.device.type, dtype=call.compute_dtype):
                 result = module.fuser_forward(contexts, call.tensor, **arguments)
     output, extras = _pair(result, 2, who, "fuser_forward")
-    _expect(output is not None, who, "output", "a tensor", None)
+    _expect(isinstance(output, TENSORS), who, "output", "a tensor", _kind(output))
     extras = _entries(extras, who, "extra outputs", op.extra_output_counts)
     for position, needs in enumerate(op.needed_extra_outputs):
         for slot, why in enumerate(needs):
@@ -127,13 +137,8 @@ def run_backward(call: HookCall, contexts: list[OperationContext]) -> tuple[Any,
     with torch.no_grad():
         result = module.fuser_backward(contexts, call.tensor, basic_op_grad_extra_outputs=grads)
     grad_input, grad_params, grad_extras = _pair(result, 3, who, "fuser_backward")
-    _expect(
-        grad_input is not None or not call.contexts[0].requires_grad.input,
-        who,
-        "input gradient",
-        "a tensor",
-        grad_input,
-    )
+    absent = grad_input is None and not call.contexts[0].requires_grad.input
+    _expect(absent or isinstance(grad_input, TENSORS), who, "input gradient", "a tensor", _kind(grad_input))
     return (
         grad_input,
         _entries(grad_params, who, "parameter gradients", op.param_counts),

@@ -154,7 +154,8 @@ class BasicHooks:
         results = self.op_backward(basic_op_ctxs[0], grad_output)
         if not isinstance(results, (tuple, list)) or len(results) != 2:
             raise RuntimeError(
-                f"{type(self).__name__}: op_backward: expected (input gradient, parameter gradients), got {results!r}."
+                f"{type(self).__name__}: op_backward: expected (input gradient, parameter gradients), got "
+                f"a {type(results).__name__}."
             )
         return results[0], [results[1]], [()]
 

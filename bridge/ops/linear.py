@@ -212,13 +212,23 @@ class Linear(FusedOperation):
         second = self.basic_ops[1] if len(self.basic_ops) > 1 else None
         return second if isinstance(second, Bias) else None
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Also take ``weight`` and ``bias`` without the ops' prefixes, as te.ops does."""
+        for index, module in enumerate(self.basic_ops):
+            for name in ("weight", "bias"):
+                inner = f"{prefix}basic_ops.{index}.{name}"
+                if module._parameters.get(name) is not None and inner not in state_dict and prefix + name in state_dict:
+                    state_dict[inner] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             self.basic_ops[0].weight = value
         elif name == "bias":
             owner = self._bias_owner()
-            if owner is None:
+            if owner is not None:
+                owner.bias = value
+            elif value is not None:
                 raise ValueError("Linear: bias: expected None for a layer without bias.")
-            owner.bias = value
         else:
             super().__setattr__(name, value)

@@ -49,7 +49,7 @@ class RMSNorm(_Norm):
 class AdaptiveLayerNorm(BasicOperation):
     """Layer normalization with scale and shift as extra inputs. See :class:`functional_te.AdaptiveLayerNorm`."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, batch_dim: int = 0) -> None:
+    def __init__(self, hidden_size: int, *, eps: float = 1e-5, batch_dim: int = 0) -> None:
         super().__init__(fte.AdaptiveLayerNorm(hidden_size, eps, batch_dim))
         self.hidden_size, self.eps, self.batch_dim = hidden_size, float(eps), batch_dim
 

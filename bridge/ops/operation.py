@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bridge.call import Takeover
 from bridge.model_init import stored, stored_weight
 from bridge.ops import extra_state
 from bridge.ops.custom import Channels, HookedOp, channels_of, hooked_op
@@ -96,8 +97,8 @@ class BasicOperation(BasicHooks, FusibleOperation):
     provides_kwargs: ClassVar[bool] = False
     # whether gradients of weights are added to ``weight.main_grad``
     accumulate_into_main_grad: bool = False
-    # whether gradients of weights wait for a call of ``backward_dw``
-    delay_wgrad_compute: bool = False
+    # whether :meth:`takeover` may give anything
+    may_take_over: ClassVar[bool] = False
 
     def __init__(self, op: Op | None = None, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
     def _draw_seed(self, device: torch.device) -> int:
         """The seed of fresh parameters on ``device``, from torch's default generator."""
         del device
-        return int(torch.randint(2**31, ()).item())
+        return int(torch.randint(2**31, (), device="cpu").item())
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters, on the current CUDA device (or CPU) if they had no storage."""
@@ -216,13 +217,18 @@ class BasicOperation(BasicHooks, FusibleOperation):
         """What runs in the place of the op while the module is in evaluation mode."""
         return self.op
 
-    def forward_kwargs(self, x: Any) -> dict[str, Any]:
-        """Forward kwargs that the module itself gives to every call; those of the caller come first.
+    def takeover(self, kwargs: dict[str, Any]) -> tuple[Takeover | None, dict[str, Any]]:
+        """What the module runs in the place of its op's implementation in this call, and the kwargs left for the op."""
+        return None, kwargs
+
+    def forward_kwargs(self, x: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Forward kwargs that the module itself gives to a call; those of the caller come first.
 
         Args:
             x: main input of the chain that the op runs in.
+            given: those of the caller.
         """
-        del x
+        del x, given
         return {}
 
     # channels

@@ -121,9 +121,26 @@ class Sequential(torch.nn.Sequential):
         super().__delattr__(name)
         self.regroup()
 
+    def _is_numbered(self) -> bool:
+        """Whether the names are those that a Sequential gives; else names are kept when others come and go."""
+        return list(self._modules) == [str(index) for index in range(len(self))]
+
+    def _next_name(self) -> str:
+        return str(max([int(name) for name in self._modules if name.isdecimal()], default=-1) + 1)
+
     def __delitem__(self, index: Any) -> None:
-        super().__delitem__(index)
+        if self._is_numbered():
+            super().__delitem__(index)
+        else:
+            names = list(self._modules)[index]
+            for name in names if isinstance(names, list) else [names]:
+                del self._modules[name]
         self.regroup()
+
+    def append(self, module: Any) -> Any:
+        """Add a module at the end, under the number that follows the largest."""
+        self.add_module(self._next_name(), module)
+        return self
 
     def add_module(self, name: str, module: Any) -> None:
         """Add a module; every other way to add some ends here or in an attribute."""
@@ -132,8 +149,24 @@ class Sequential(torch.nn.Sequential):
 
     def insert(self, index: int, module: Any) -> Any:
         """Insert a module."""
-        super().insert(index, module)
+        if self._is_numbered():
+            super().insert(index, module)
+        else:
+            named = list(self._modules.items())
+            if not -len(named) <= index <= len(named):
+                raise IndexError(f"Sequential: index {index!r} is out of range; there are {len(named)} modules.")
+            self.append(module)
+            named.insert(index, (next(reversed(self._modules)), module))
+            self._modules.clear()
+            self._modules.update(named)
         self.regroup()
+        return self
+
+    def __iadd__(self, other: Any) -> Any:
+        if not isinstance(other, (torch.nn.Sequential, list, tuple)):
+            raise type_error("Sequential", "+=", "a Sequential or a list of modules", type(other).__name__)
+        for module in list(other):
+            self.append(module)
         return self
 
     def __add__(self, other: Any) -> Any:

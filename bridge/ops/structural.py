@@ -74,17 +74,17 @@ class Dropout(BasicOperation):
 
     def __init__(self, p: float) -> None:
         super().__init__(fte.Dropout(p))
-        self.p = float(p)
+        self.p = self.dropout_probability = float(p)
 
     @property
     def evaluation_op(self) -> fte.Op:
         """Nothing at all."""
         return _IDENTITY
 
-    def forward_kwargs(self, x: Any) -> dict[str, Any]:
+    def forward_kwargs(self, x: Any, given: dict[str, Any]) -> dict[str, Any]:
         """A fresh key in training mode; in evaluation mode, beside others in training, no mask."""
         if not self.training:
             return {"training": False}
-        if self.p == 0:
+        if self.p == 0 or "key" in given or not given.get("training", True):
             return {}
         return {"key": torch.randint(1 << 32, (2,), dtype=torch.int64, device=x.device)}

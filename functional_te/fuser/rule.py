@@ -25,6 +25,13 @@ class Slot(Value):
     types: tuple[type[Op], ...]
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.types, tuple) or not self.types:
+            raise type_error("Slot", "types", "a tuple of op classes", repr(self.types))
+        for kind in self.types:
+            if not (isinstance(kind, type) and issubclass(kind, Op)):
+                raise type_error("Slot", "types", "op classes", repr(kind))
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -63,6 +70,18 @@ class FusionRule(Value):
     pattern: tuple[Slot, ...]
     build: Callable[[tuple[Op, ...]], FusedOp]
     refuse: Callable[[Window], str | None] = _always
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise type_error("FusionRule", "name", "a non-empty string", repr(self.name))
+        if not isinstance(self.pattern, tuple) or not self.pattern:
+            raise type_error("FusionRule", "pattern", "a tuple of Slots", repr(self.pattern))
+        for slot in self.pattern:
+            if not isinstance(slot, Slot):
+                raise type_error("FusionRule", "pattern", "a tuple of Slots", repr(slot), "Write Slot((Op,)).")
+        for argument in ("build", "refuse"):
+            if not callable(getattr(self, argument)):
+                raise type_error("FusionRule", argument, "a function", repr(getattr(self, argument)))
 
     def match(self, ops: Sequence[Op | FusedOp], start: int) -> int:
         """How many items from ``start`` the pattern takes; 0 if it does not match. Optional places are greedy."""

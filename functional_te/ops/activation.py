@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,16 @@ from functional_te import pytree
 from functional_te._errors import type_error, value_error
 from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.kernels import kernels
-from functional_te.ops.common import TensorOrQuantized, amaxes, check_float, dense, quantized_spec, spec_store, store
+from functional_te.ops.common import (
+    TensorOrQuantized,
+    amaxes,
+    check_float,
+    check_number,
+    dense,
+    quantized_spec,
+    spec_store,
+    store,
+)
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer
 from functional_te.quantization.tensor import BoundQuantizer
@@ -368,16 +376,22 @@ class SiTUGLU(InterleavedActivation):
     def __post_init__(self) -> None:
         InterleavedActivation.__post_init__(self)
         for argument in ("beta1", "beta2"):
-            beta = float(getattr(self, argument))
-            if not (math.isfinite(beta) and beta > 0):
-                raise value_error("SiTUGLU", argument, "a finite positive number", beta)
-            object.__setattr__(self, argument, beta)
+            object.__setattr__(
+                self, argument, check_number(getattr(self, argument), "SiTUGLU", argument, positive=True)
+            )
         object.__setattr__(self, "_config", Constants((self.beta1, self.beta2)))
 
     @property
     def config(self) -> Constants:
         """``(beta1, beta2)``."""
         return self._config  # type: ignore[attr-defined]
+
+
+def check_clamped(op: Any) -> None:
+    """Raise unless the constants of a clamped gate are numbers, the limit a positive one; make them floats."""
+    for argument in ("limit", "alpha", "glu_linear_offset"):
+        number = check_number(getattr(op, argument), type(op).__name__, argument, positive=argument == "limit")
+        object.__setattr__(op, argument, number)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -402,8 +416,7 @@ class ClampedSwiGLU(InterleavedActivation):
 
     def __post_init__(self) -> None:
         InterleavedActivation.__post_init__(self)
-        for argument in ("limit", "alpha", "glu_linear_offset"):
-            object.__setattr__(self, argument, float(getattr(self, argument)))
+        check_clamped(self)
         object.__setattr__(self, "_config", Constants((self.limit, self.alpha, self.glu_linear_offset)))
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from functional_te import pytree
 from functional_te._errors import value_error
 from functional_te.kernels import kernels
-from functional_te.ops.common import amaxes, check_channel, check_float, check_last_dim, spec_store, store
+from functional_te.ops.common import amaxes, check_channel, check_float, check_last_dim, check_number, spec_store, store
 from functional_te.ops.layer_norm import LayerNormStats
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.tensor import BoundQuantizer
@@ -181,11 +180,9 @@ class AdaptiveLayerNorm(Op):
         where = "AdaptiveLayerNorm"
         if type(self.hidden_size) is not int or not 1 <= self.hidden_size <= _MAX_HIDDEN_SIZE:
             raise value_error(where, "hidden_size", f"an int in [1, {_MAX_HIDDEN_SIZE}]", repr(self.hidden_size))
-        if type(self.eps) not in (int, float) or not (math.isfinite(self.eps) and self.eps >= 0):
-            raise value_error(where, "eps", "a finite number of at least 0", repr(self.eps))
         if type(self.batch_dim) is not int or self.batch_dim < 0:
             raise value_error(where, "batch_dim", "an int of at least 0", repr(self.batch_dim))
-        object.__setattr__(self, "eps", float(self.eps))
+        object.__setattr__(self, "eps", check_number(self.eps, where, "eps", least=0))
         for name in self.extra_input_fields:
             check_channel(getattr(self, name), where, name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +21,7 @@ __all__ = [
     "check_float",
     "check_last_dim",
     "check_normalized",
+    "check_number",
     "check_param",
     "check_size",
     "dense",
@@ -96,6 +99,26 @@ def check_channel(channel: Any, where: str, argument: str = "channel") -> None:
     """Raise unless ``channel`` is None or a name."""
     if channel is not None and not (isinstance(channel, str) and channel):
         raise value_error(where, argument, "None or a non-empty string", repr(channel))
+
+
+def check_number(value: Any, where: str, argument: str, *, least: float | None = None, positive: bool = False) -> float:
+    """A constructor argument that is a finite real number, as a float.
+
+    Args:
+        value: the argument.
+        where: the class, for messages.
+        argument: its name.
+        least: the smallest number allowed.
+        positive: whether it has to exceed 0.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise type_error(where, argument, "a number", repr(value))
+    number = float(value)
+    wanted = "a finite number" if least is None else f"a finite number of at least {least}"
+    low = (least is not None and number < least) or (positive and number <= 0)
+    if not math.isfinite(number) or low:
+        raise value_error(where, argument, "a finite positive number" if positive else wanted, number)
+    return number
 
 
 def check_float(x: Any, argument: str, where: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from functional_te import pytree
 from functional_te._errors import kind_of, type_error, value_error
 from functional_te.kernels import kernels
-from functional_te.ops.common import check_float
+from functional_te.ops.common import check_float, check_number
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.tensor_spec import TensorSpec
 
@@ -143,11 +143,10 @@ class Dropout(Op):
     setup_context = staticmethod(dropout_context)
 
     def __post_init__(self) -> None:
-        if type(self.p) not in (int, float):
-            raise type_error("Dropout", "p", "a number", repr(self.p))
-        if not 0 <= self.p < 1:
-            raise value_error("Dropout", "p", "a probability in [0, 1)", self.p)
-        object.__setattr__(self, "p", float(self.p))
+        p = check_number(self.p, "Dropout", "p")
+        if not 0 <= p < 1:
+            raise value_error("Dropout", "p", "a probability in [0, 1)", p)
+        object.__setattr__(self, "p", p)
 
     def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:
         """A floating input."""

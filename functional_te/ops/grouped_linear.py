@@ -167,7 +167,7 @@ class GroupedLinear(Op):
         weight, bias = self._param_shapes()
         params = {}
         for name in self.weight_names:
-            value = torch.rand(weight, generator=generator) * (2 * bound) - bound
+            value = torch.rand(weight, generator=generator, device=generator.device) * (2 * bound) - bound
             params[name] = value.to(device=device, dtype=dtype)
         return {**params, **{name: torch.zeros(bias, dtype=dtype, device=device) for name in self.bias_names}}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from functional_te import pytree
 from functional_te._errors import value_error
 from functional_te.kernels import kernels
-from functional_te.ops.common import check_float
+from functional_te.ops.common import check_float, check_number
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.tensor_spec import TensorSpec
 
@@ -111,10 +110,7 @@ class L2Normalization(Op):
     setup_context = staticmethod(_setup_context)
 
     def __post_init__(self) -> None:
-        eps = float(self.eps)
-        if not (math.isfinite(eps) and eps >= 0):
-            raise value_error("L2Normalization", "eps", "a finite number of at least 0", eps)
-        object.__setattr__(self, "eps", eps)
+        object.__setattr__(self, "eps", check_number(self.eps, "L2Normalization", "eps", least=0))
 
     def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:
         """A floating input with a last dimension."""

@@ -181,7 +181,7 @@ class BasicLinear(Op):
         """Kaiming-uniform weight."""
         rows, columns = self.local_out_features, self.local_in_features
         bound = 1.0 / math.sqrt(columns)
-        weight = torch.rand(rows, columns, generator=generator) * (2 * bound) - bound
+        weight = torch.rand(rows, columns, generator=generator, device=generator.device) * (2 * bound) - bound
         return {"weight": weight.to(device=device, dtype=dtype)}
 
     def check(self, input_: TensorSpec, params: Any, extra_inputs: tuple[Any, ...], where: str) -> None:

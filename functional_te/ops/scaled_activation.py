@@ -7,7 +7,6 @@ float32 with one rounding. The scale is rounded to the compute dtype first, and 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,8 @@ from functional_te import pytree
 from functional_te._errors import type_error, value_error
 from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.kernels import kernels
-from functional_te.ops.common import check_channel, check_float
+from functional_te.ops.activation import check_clamped
+from functional_te.ops.common import check_channel, check_float, check_number
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.quantizer import rows_of
 from functional_te.tensor_spec import TensorSpec
@@ -325,7 +325,9 @@ class ScaledSiTUGLU(ScaledGatedActivation):
     def __post_init__(self) -> None:
         ScaledGatedActivation.__post_init__(self)
         for argument in ("beta1", "beta2"):
-            object.__setattr__(self, argument, _positive(getattr(self, argument), "ScaledSiTUGLU", argument))
+            object.__setattr__(
+                self, argument, check_number(getattr(self, argument), "ScaledSiTUGLU", argument, positive=True)
+            )
         object.__setattr__(self, "_config", Constants((self.beta1, self.beta2)))
 
     @property
@@ -355,8 +357,7 @@ class ScaledClampedQGeGLU(ScaledGatedActivation):
 
     def __post_init__(self) -> None:
         ScaledGatedActivation.__post_init__(self)
-        for argument in ("limit", "alpha", "glu_linear_offset"):
-            object.__setattr__(self, argument, float(getattr(self, argument)))
+        check_clamped(self)
         object.__setattr__(self, "_config", Constants((self.limit, self.alpha, self.glu_linear_offset)))
 
     @property
@@ -388,7 +389,7 @@ class ScaledTanhSReLU(ScaledActivation):
 
     def __post_init__(self) -> None:
         ScaledActivation.__post_init__(self)
-        scale = _positive(self.tanh_clamp_scale, "ScaledTanhSReLU", "tanh_clamp_scale")
+        scale = check_number(self.tanh_clamp_scale, "ScaledTanhSReLU", "tanh_clamp_scale", positive=True)
         object.__setattr__(self, "tanh_clamp_scale", scale)
         object.__setattr__(self, "_config", Constants((scale,)))
 
@@ -396,10 +397,3 @@ class ScaledTanhSReLU(ScaledActivation):
     def config(self) -> Constants:
         """``(tanh_clamp_scale,)``."""
         return self._config  # type: ignore[attr-defined]
-
-
-def _positive(value: Any, where: str, argument: str) -> float:
-    number = float(value)
-    if not (math.isfinite(number) and number > 0):
-        raise value_error(where, argument, "a finite positive number", number)
-    return number

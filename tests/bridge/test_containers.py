@@ -373,3 +373,51 @@ def test_a_channel_changed_after_compiling_is_taken_up(dynamo):
     take.set_extra_input_channel(0, None)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="extra"):  # now the caller owes the extra input
         run(x)
+
+
+def _named(**modules):
+    return ops.Sequential(modules)
+
+
+def test_names_are_kept_when_modules_come_and_go():
+    """Only the names that a Sequential gives itself are numbered again."""
+    model = _named(a=ops.Identity(), b=ops.Bias(2), c=ops.GELU())
+    model.append(ops.ReLU())
+    assert list(model._modules) == ["a", "b", "c", "0"]
+    model.insert(1, ops.SiLU())
+    assert list(model._modules) == ["a", "1", "b", "c", "0"]
+    assert isinstance(model[1], ops.SiLU)
+    assert isinstance(model.pop(0), ops.Identity)
+    del model[1:3]
+    assert list(model._modules) == ["1", "0"]
+    model += [ops.Identity()]
+    assert list(model._modules) == ["1", "0", "2"]
+    with pytest.raises(IndexError, match="out of range"):
+        model.insert(9, ops.Identity())
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(model(x), torch.relu(torch.nn.functional.silu(x)))
+
+
+def test_a_number_that_is_taken_is_not_given_again():
+    model = ops.Sequential({"1": ops.Bias(2)})
+    model.append(ops.Identity())
+    assert list(model._modules) == ["1", "2"]
+
+
+def test_modules_under_a_meta_default_device():
+    with torch.device("meta"):
+        model = ops.Sequential(ops.Linear(8, 8), ops.GroupedLinear(2, 8, 8))
+    assert {own.device.type for own in model.parameters()} == {"meta"}
+
+
+def test_keys_of_a_linear_without_those_of_its_ops():
+    source, target = ops.Linear(4, 4), ops.Sequential(ops.Linear(4, 4))
+    keys = {"0.weight": source.weight.detach(), "0.bias": source.bias.detach()}
+    result = target.load_state_dict(keys, strict=False)
+    assert result.unexpected_keys == []
+    assert all("_extra_state" in key for key in result.missing_keys)
+    torch.testing.assert_close(target[0].weight, source.weight, rtol=0, atol=0)
+    plain = ops.Linear(4, 4, bias=False)
+    plain.bias = None
+    with pytest.raises(ValueError, match="without bias"):
+        plain.bias = torch.nn.Parameter(torch.zeros(4))

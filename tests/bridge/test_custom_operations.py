@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -588,3 +589,50 @@ def test_an_op_with_bundles_runs_its_custom_op_when_compiled(dynamo):
     assert {"gain_forward", "gain_backward"} <= set(log.custom_ops())
     assert (graph_count(dynamo), break_count(dynamo)) == (1, 0)
     assert isinstance(model[1].op, fte.ops.Op)
+
+
+class _Prints(ops.BasicOperation):
+    """A hook that Dynamo leaves the graph for."""
+
+    def op_forward(self, ctx, input_, **kwargs):
+        torch._dynamo.graph_break()
+        ctx.save_for_backward(input_)
+        return input_ * 2
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        assert x.shape == grad_output.shape
+        return grad_output * 2, ()
+
+
+def test_a_graph_may_be_broken_inside_of_a_hook(dynamo):
+    x = torch.randn(4, 4, requires_grad=True)
+    model = ops.Sequential(ops.Identity(), _Prints(), ops.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = torch.compile(model, backend="eager")(x)
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, 2.0 * (x > 0))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "said"),
+    [
+        (lambda x: 5, None, "output: expected a tensor, got a int"),
+        (lambda x: (x, x), None, "output: expected a tensor, got a tuple of 2"),
+        (lambda x: x * 2, lambda g: g, "op_backward: expected .*, got a Tensor"),
+        (lambda x: x * 2, lambda g: (1.0, ()), "input gradient: expected a tensor, got a float"),
+        (lambda x: x * 2, lambda g: (g, g), "parameter gradients of basic op 0: expected a list, got a Tensor"),
+    ],
+    ids=["number", "tuple", "bare gradient", "number as gradient", "tensor as list"],
+)
+def test_results_of_the_wrong_kind(forward, backward, said):
+    class Odd(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **kwargs):
+            return forward(input_)
+
+        def op_backward(self, ctx, grad_output):
+            return backward(grad_output)
+
+    with pytest.raises(RuntimeError, match=f"Odd: {said}"):
+        Odd()(torch.ones(2, 2, requires_grad=True)).sum().backward()

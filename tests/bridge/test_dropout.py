@@ -163,3 +163,13 @@ def test_train_and_eval_compiled(dynamo):
         assert not (compiled(X) == 0).any()
         compiled.train()
     assert graph_count(dynamo) <= 3
+
+
+def test_a_key_of_the_caller_draws_nothing():
+    module, key = ops.Dropout(0.5), fte.make_key(3)
+    before = torch.get_rng_state()
+    module(torch.ones(8, 8), key=key)
+    module(torch.ones(8, 8), training=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    module(torch.ones(8, 8))
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -146,3 +146,37 @@ def test_every_linear_fusion_passes_the_dtype_on():
         fte.fuser.registry._current = old
     for own, other in zip(_weights(model), _weights(plain), strict=True):
         torch.testing.assert_close(own.main_grad, other.main_grad, rtol=1e-2, atol=1e-2)
+
+
+def test_tied_weights_are_overwritten_once():
+    torch.manual_seed(0)
+    first, second = (ops.BasicLinear(32, 32, accumulate_into_main_grad=True) for _ in range(2))
+    second.weight = first.weight
+    first.weight.main_grad, first.weight.overwrite_main_grad = torch.full((32, 32), 7.0), True
+    ops.Sequential(first, second)(X).sum().backward()
+    leaf = first.weight.detach().clone().requires_grad_()
+    (X @ leaf.t() @ leaf.t()).sum().backward()
+    torch.testing.assert_close(first.weight.main_grad, leaf.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error", "said"),
+    [
+        (torch.zeros(8, 32, dtype=torch.int64), TypeError, "a floating dtype"),
+        ("x", TypeError, "a tensor"),
+        (torch.zeros(8, 32, requires_grad=True), ValueError, "requires no gradient"),
+    ],
+    ids=["integers", "no tensor", "requires grad"],
+)
+def test_buffers_that_take_no_gradient(buffer, error, said):
+    model = ops.BasicLinear(32, 8, accumulate_into_main_grad=True)
+    model.weight.main_grad = buffer
+    with pytest.raises(error, match=rf"BasicLinear: weight.main_grad: expected .*{said}"):
+        model(X)
+
+
+def test_one_dtype_for_all_groups():
+    model = ops.GroupedLinear(2, 32, 8, accumulate_into_main_grad=True)
+    model.weight0.main_grad, model.weight1.main_grad = torch.zeros(8, 32), torch.zeros(8, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="GroupedLinear: main_grad: expected one dtype"):
+        model(X, torch.tensor([8, 8]))

@@ -24,7 +24,7 @@ SIGNATURES = {
     "Bias": "size, *, device=None, dtype=None, tensor_parallel=False, tensor_parallel_group=None",
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
-    "AdaptiveLayerNorm": "hidden_size, eps=1e-05, batch_dim=0",
+    "AdaptiveLayerNorm": "hidden_size, *, eps=1e-05, batch_dim=0",
     "L2Normalization": "*, eps=1e-06, seq_length=None, micro_batch_size=None",
     "Quantize": "forward=True, backward=False",
     "Dropout": "p",

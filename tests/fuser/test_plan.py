@@ -327,3 +327,19 @@ def test_a_builder_must_cover_the_match() -> None:
     broken = fte.FusionRule("broken", PAIR, lambda ops: Twice((ops[1], ops[0])))
     with pytest.raises(RuntimeError, match="fusion 'broken' at op 0: build: expected a FusedOp that covers"):
         fte.plan(TIMES, fusions=fte.Fusions(forward=(broken,)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fte.Slot(fte.GELU),
+        lambda: fte.Slot((torch.nn.GELU,)),
+        lambda: fte.FusionRule("x", (fte.GELU,), lambda ops: None),
+        lambda: fte.FusionRule("x", (), lambda ops: None),
+        lambda: fte.FusionRule("", (fte.Slot((fte.GELU,)),), lambda ops: None),
+        lambda: fte.FusionRule("x", (fte.Slot((fte.GELU,)),), None),
+    ],
+)
+def test_malformed_rules_are_refused(make) -> None:
+    with pytest.raises(TypeError, match=r"(Slot|FusionRule): (types|pattern|name|build): expected"):
+        make()

@@ -395,3 +395,13 @@ def test_autocast_gives_its_dtype() -> None:
     assert y.dtype is torch.bfloat16
     y.sum().backward()
     assert module.weight0.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_no_tokens_and_an_expanded_gradient(dtype) -> None:
+    """What the loss of a rank without tokens gives."""
+    module = bridge.ops.GroupedLinear(2, 64, 64, dtype=dtype)
+    x = torch.randn(0, 64, dtype=dtype, requires_grad=True)
+    module(x, torch.tensor([0, 0])).sum().backward()
+    assert x.grad.shape == (0, 64)
+    assert all(own.grad.abs().max() == 0 for own in module.parameters())

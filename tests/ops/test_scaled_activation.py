@@ -169,3 +169,20 @@ def test_autocast_gives_its_dtype() -> None:
     assert y.dtype is torch.bfloat16
     y.sum().backward()
     assert (x.grad.dtype, scale.grad.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: fte.ClampedSwiGLU(limit=float("nan")), ValueError),
+        (lambda: fte.ScaledClampedQGeGLU(limit=-1.0), ValueError),
+        (lambda: fte.ScaledClampedQGeGLU(alpha="a"), TypeError),
+        (lambda: fte.ScaledSiTUGLU(beta1=None), TypeError),
+        (lambda: fte.ScaledTanhSReLU(tanh_clamp_scale=True), TypeError),
+        (lambda: fte.L2Normalization(eps="a"), TypeError),
+        (lambda: fte.L2Normalization(eps=float("inf")), ValueError),
+    ],
+)
+def test_numbers_are_checked(make, error) -> None:
+    with pytest.raises(error, match=r"^\w+: \w+: expected a (finite )?(positive )?number"):
+        make()

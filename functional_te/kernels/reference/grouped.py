@@ -159,7 +159,7 @@ def _reduced_rows(
 
 def _product_of_rows(left: torch.Tensor, right: torch.Tensor, layout: GroupLayout) -> torch.Tensor:
     """``left_g @ right_g``: ``[P, K], [G, K, N]`` give ``[P, N]``; rows that belong to no group hold anything."""
-    left = left.contiguous()
+    left = _rows_of_their_own(left)
     if _takes(left, right.shape[2]):
         assert _grouped_mm is not None
         return _grouped_mm(_aligned(left), _aligned(right), offs=layout.ends.to(torch.int32))
@@ -171,7 +171,7 @@ def _product_of_rows(left: torch.Tensor, right: torch.Tensor, layout: GroupLayou
 
 def _reducing_product(left: torch.Tensor, right: torch.Tensor, layout: GroupLayout) -> torch.Tensor:
     """``left_g.T @ right_g``: ``[P, N], [P, K]`` give ``[G, N, K]``; empty groups hold anything."""
-    left, right = left.contiguous(), right.contiguous()
+    left, right = _rows_of_their_own(left), _rows_of_their_own(right)
     if _takes(left, right.shape[1]) and left.shape[1] * left.element_size() % 16 == 0:
         assert _grouped_mm is not None
         return _grouped_mm(_aligned(left).t(), _aligned(right), offs=layout.ends.to(torch.int32))
@@ -180,6 +180,11 @@ def _reducing_product(left: torch.Tensor, right: torch.Tensor, layout: GroupLayo
         own = ((layout.group == group) & layout.held)[:, None]
         products.append(torch.mm(torch.where(own, left, 0.0).t(), torch.where(own, right, 0.0)))
     return torch.stack(products)
+
+
+def _rows_of_their_own(x: torch.Tensor) -> torch.Tensor:
+    """``x`` contiguous; a tensor without elements may call itself so with strides of 0, which grouped_mm refuses."""
+    return x.contiguous().as_strided(x.shape, (x.shape[1], 1))
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

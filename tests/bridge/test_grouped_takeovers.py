@@ -1,4 +1,4 @@
-"""GroupedLinear with ``delay_wgrad_compute``: weight gradients on request, the same as without."""
+"""What GroupedLinear runs itself: weight gradients on request, and buffers of the caller inside of a container."""
 
 import copy
 
@@ -107,6 +107,27 @@ def test_copies_do_not_wait_and_other_modules_ignore_it():
     plain = ops.GroupedLinear(3, 32, 8)
     assert not plain.need_backward_dw()
     plain.backward_dw()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_buffers_in_a_container(enabled):
+    torch.manual_seed(0)
+    first, second = ops.GroupedLinear(3, 32, 64), ops.GroupedLinear(3, 64, 16)
+    model = ops.Sequential(first, second)
+    out, grad = torch.empty(16, 16), torch.empty(16, 32)
+    x, other = (X.clone().requires_grad_() for _ in range(2))
+    with torch.set_grad_enabled(enabled):
+        y = model(x, SPLITS, SPLITS, op_kwargs={first: {"grad_input": grad}, 1: {"output": out}})
+        plain = model(other, SPLITS, SPLITS)
+    assert y.data_ptr() == out.data_ptr()
+    assert torch.equal(out, plain)
+    if enabled:
+        y.square().sum().backward()
+        plain.square().sum().backward()
+        assert torch.equal(grad, other.grad)
+        assert torch.equal(x.grad, other.grad)
+    with pytest.raises(ValueError, match=r"GroupedLinear: output: expected shape \(16, 16\), got shape \(16, 8\)"):
+        model(x, SPLITS, SPLITS, op_kwargs={second: {"output": torch.empty(16, 8)}})
 
 
 def test_compiled_code_refuses(dynamo):
