@@ -98,7 +98,7 @@ COMPILED = {
     ("high_precision", "feed forward"): MXFP8BlockScaling(backward_override="high_precision"),
     ("dequantized", "feed forward"): NVFP4BlockScaling(backward_override="dequantized"),
 }
-FAST = {(name, "feed forward") for name in ("delayed", "block", "mxfp8", "nvfp4")}
+FAST = {(name, "feed forward") for name in ("delayed", "block", "mxfp8")}
 COMPILED_CASES = [
     pytest.param(*case, recipe, id=", ".join(case), marks=() if case in FAST else pytest.mark.slow)
     for case, recipe in COMPILED.items()

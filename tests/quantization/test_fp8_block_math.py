@@ -189,7 +189,9 @@ def test_shapes_and_strides(shape: tuple[int, int], transpose: bool, tile: tuple
 # ------------------------------------------------------------------------------ compiled
 
 
-@pytest.mark.parametrize(("tile", "columns"), [((1, 128), 200), ((128, 128), 128)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "columns"), [((1, 128), 200), pytest.param((128, 128), 128, marks=pytest.mark.slow)], ids=str
+)
 def test_compiled_as_eager(tile: tuple[int, int], columns: int, dynamo) -> None:
     """The same bits, and one graph for every number of rows that needs more than one tile.
 

@@ -497,6 +497,7 @@ def test_compiled_stochastic_rounding_is_eager(dynamo) -> None:
     assert dynamo["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiled_four_over_six_is_eager(dynamo) -> None:
     def casts(x: torch.Tensor, amax: torch.Tensor):
         return nvfp4_cast(x, amax, four_over_six="MSE", e4m3_max=256.0, tile=SQUARE)
