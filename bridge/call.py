@@ -56,7 +56,7 @@ def launch_taken_over(plan: Plan, direction: str, takeovers: dict[int, Takeover]
         return None
     steps: Any = iter(plan.forward if direction == "forward" else plan.backward)
 
-    def launch(op: Any, direction: str, args: Any) -> Any:
+    def launch(op: Any, _: str, args: Any) -> Any:
         step = next(steps)
         taken = takeovers.get(step.indices[0])
         own = None if step.fused or taken is None else getattr(taken, direction)

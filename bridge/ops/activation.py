@@ -1,4 +1,4 @@
-"""Activations as modules, with te.ops" names and constructor signatures."""
+"""Activations as modules, with te.ops' names and constructor signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives as modules, with te.ops" names and constructor signatures, and process groups by name."""
+"""Collectives as modules, with te.ops' names and constructor signatures, and process groups by name."""
 
 from __future__ import annotations
 

@@ -98,27 +98,17 @@ class Group(Layout):
         if self.providers:
             kwargs = self._with_provided(kwargs or {}, x, evaluates)
         recipe = self._recipe()
-        fusions = self.custom_fusions.fusions(block, recipe) if registered.version else None
+        fusions = self.fusions(block, recipe)
         takeovers = None
         if self.taking_over:
             kwargs, fusions, takeovers = self._takeovers(kwargs, fusions)
         if not compiling:
             self.remember_call(recipe, x, extra_inputs)
+        main_grads = self._main_grads()
+        options = {"fusions": fusions, "main_grads": main_grads, "takeovers": takeovers}
         if recipe is None:
             params = tuple([_params(module, None) for module in self.modules])
-            main_grads = self._main_grads()
-            return run(
-                block,
-                params,
-                x,
-                extra_inputs,
-                None,
-                None,
-                kwargs,
-                fusions=fusions,
-                main_grads=main_grads,
-                takeovers=takeovers,
-            )[0]
+            return run(block, params, x, extra_inputs, None, None, kwargs, **options)[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
         params = tuple([_params(module, casts) for module in self.modules])
@@ -126,17 +116,7 @@ class Group(Layout):
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
         outputs, amaxes = run(
-            block,
-            params,
-            x,
-            extra_inputs,
-            reads,
-            recipe,
-            kwargs,
-            fusions=fusions,
-            closes=closes_in_graph(),
-            main_grads=self._main_grads(),
-            takeovers=takeovers,
+            block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph(), **options
         )
         if amaxes and torch.is_grad_enabled() and reads is state:
             fold_amaxes_(state, amaxes)

@@ -94,12 +94,6 @@ class GroupedLinear(BasicOperation):
             for name in ("bias",) if single_grouped_bias else [f"bias{g}" for g in range(num_groups)]:
                 self.register_parameter(name, None)
 
-    def _draw_seed(self, device: torch.device) -> int:
-        if self._rng_state_tracker_function is None:
-            return super()._draw_seed(device)
-        with self._rng_state_tracker_function().fork():
-            return int(torch.randint(2**31, (), device=device if device.type == "cuda" else "cpu").item())
-
     def _weight_names(self) -> list[str]:
         return [name for name in self.op.param_names if name.startswith("weight")]
 

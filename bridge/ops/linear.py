@@ -1,4 +1,4 @@
-"""Linear layers and bias as modules, with te.ops" names and constructor signatures."""
+"""Linear layers and bias as modules, with te.ops' names and constructor signatures."""
 
 from __future__ import annotations
 
@@ -91,13 +91,6 @@ class BasicLinear(BasicOperation):
         """The process group, or None."""
         tp = self.op.tensor_parallel  # type: ignore[attr-defined]
         return None if tp is None else collectives.process_group(tp.group)
-
-    def _draw_seed(self, device: torch.device) -> int:
-        if self._rng_state_tracker_function is None:
-            return super()._draw_seed(device)
-        with self._rng_state_tracker_function().fork():
-            # a tracker of CUDA's random state does not change the CPU's
-            return int(torch.randint(2**31, (), device=device if device.type == "cuda" else "cpu").item())
 
 
 class Bias(BasicOperation):

@@ -1,4 +1,4 @@
-"""Normalizations as modules, with te.ops" names and constructor signatures."""
+"""Normalizations as modules, with te.ops' names and constructor signatures."""
 
 from __future__ import annotations
 

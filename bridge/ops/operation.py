@@ -97,6 +97,8 @@ class BasicOperation(BasicHooks, FusibleOperation):
     provides_kwargs: ClassVar[bool] = False
     # whether gradients of weights are added to ``weight.main_grad``
     accumulate_into_main_grad: bool = False
+    # gives an object with a context manager ``fork()``, inside of which parameters are drawn
+    _rng_state_tracker_function: Any = None
     # whether :meth:`takeover` may give anything
     may_take_over: ClassVar[bool] = False
 
@@ -193,9 +195,12 @@ class BasicOperation(BasicHooks, FusibleOperation):
             setattr(self, name, stored_weight(self, name, value))
 
     def _draw_seed(self, device: torch.device) -> int:
-        """The seed of fresh parameters on ``device``, from torch's default generator."""
-        del device
-        return int(torch.randint(2**31, (), device="cpu").item())
+        """The seed of fresh parameters on ``device``: from torch's default generator, inside the tracker's fork."""
+        if self._rng_state_tracker_function is None:
+            return int(torch.randint(2**31, (), device="cpu").item())
+        with self._rng_state_tracker_function().fork():
+            # a tracker of CUDA's random state does not change the CPU's
+            return int(torch.randint(2**31, (), device=device if device.type == "cuda" else "cpu").item())
 
     def reset_parameters(self) -> None:
         """Draw fresh parameters, on the current CUDA device (or CPU) if they had no storage."""

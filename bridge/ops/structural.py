@@ -1,4 +1,4 @@
-"""Ops that move, scale or branch tensors, as modules with te.ops" names and constructor signatures."""
+"""Ops that move, scale or branch tensors, as modules with te.ops' names and constructor signatures."""
 
 from __future__ import annotations
 

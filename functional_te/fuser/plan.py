@@ -216,7 +216,6 @@ def _quantizers(block: Chain, recipe: Recipe | None, kind: str) -> Quantizers:
     result = []
     for op in block.ops:
         roles = op.forward_quantizers if kind == "forward" else op.backward_quantizers
-        # roles of a grouped op are numbered by group
         pairs = [(role, quantizer_of(op, role, recipe)) for role in roles]
         result.append(tuple((role, quantizer) for role, quantizer in pairs if quantizer is not None))
     return tuple(result)

@@ -157,6 +157,24 @@ def _backward_fake(args: ActivationBackwardArgs) -> BwdResult:
     return BwdResult(dx, (), (), amaxes(grad_input=amax))
 
 
+def set_constants(op: Any, *names: str, positive: tuple[str, ...]) -> None:
+    """Check the fields that are the constants of an activation's formula, make them floats, and set ``config``.
+
+    Args:
+        op: an activation in the making.
+        names: the fields, in the order in which the formula takes them.
+        positive: which of them have to exceed 0.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is not finite, or not positive.
+    """
+    for name in names:
+        number = check_number(getattr(op, name), type(op).__name__, name, positive=name in positive)
+        object.__setattr__(op, name, number)
+    object.__setattr__(op, "config", Constants(tuple(getattr(op, name) for name in names)))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Activation(Op):
     """Base of the activations. Arithmetic is float32 with one rounding; the output has the input's dtype.
@@ -169,6 +187,8 @@ class Activation(Op):
     cache_quantized_input: bool = False
 
     kind: ClassVar[str] = ""
+    # the constants of the formula; of classes that have some, an attribute of the instance
+    config: ClassVar[Constants] = NO_CONSTANTS
     gated: ClassVar[bool] = False
     accepts_quantized_input: ClassVar[bool] = True
     quantizes_output: ClassVar[bool] = True
@@ -181,11 +201,6 @@ class Activation(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(_setup_context)
-
-    @property
-    def config(self) -> Constants:
-        """Constants of the formula."""
-        return NO_CONSTANTS
 
     @property
     def interleave(self) -> int:
@@ -375,23 +390,7 @@ class SiTUGLU(InterleavedActivation):
 
     def __post_init__(self) -> None:
         InterleavedActivation.__post_init__(self)
-        for argument in ("beta1", "beta2"):
-            object.__setattr__(
-                self, argument, check_number(getattr(self, argument), "SiTUGLU", argument, positive=True)
-            )
-        object.__setattr__(self, "_config", Constants((self.beta1, self.beta2)))
-
-    @property
-    def config(self) -> Constants:
-        """``(beta1, beta2)``."""
-        return self._config  # type: ignore[attr-defined]
-
-
-def check_clamped(op: Any) -> None:
-    """Raise unless the constants of a clamped gate are numbers, the limit a positive one; make them floats."""
-    for argument in ("limit", "alpha", "glu_linear_offset"):
-        number = check_number(getattr(op, argument), type(op).__name__, argument, positive=argument == "limit")
-        object.__setattr__(op, argument, number)
+        set_constants(self, "beta1", "beta2", positive=("beta1", "beta2"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -416,10 +415,4 @@ class ClampedSwiGLU(InterleavedActivation):
 
     def __post_init__(self) -> None:
         InterleavedActivation.__post_init__(self)
-        check_clamped(self)
-        object.__setattr__(self, "_config", Constants((self.limit, self.alpha, self.glu_linear_offset)))
-
-    @property
-    def config(self) -> Constants:
-        """``(limit, alpha, glu_linear_offset)``."""
-        return self._config  # type: ignore[attr-defined]
+        set_constants(self, "limit", "alpha", "glu_linear_offset", positive=("limit",))

@@ -26,6 +26,7 @@ __all__ = [
     "check_size",
     "dense",
     "normalized_shape_of",
+    "one_copy",
     "quantized_spec",
     "spec_store",
     "store",
@@ -80,6 +81,13 @@ def quantized_spec(spec: TensorSpec, bound: BoundQuantizer) -> tuple[QuantizedTe
                 fields[f"{name}_{part}"] = TensorSpec(described[0], described[1], spec.device)
     amax: Any = TensorSpec((1,), torch.float32, spec.device) if quantizer.stateful else None
     return QuantizedTensor(**fields, dtype=spec.dtype, quantizer=quantizer), amax
+
+
+def one_copy(x: Any, override: str) -> Any:
+    """Of a cast with two copies the one that a backward reads: with an override the rowwise, else the columnwise."""
+    if isinstance(x, QuantizedTensor) and x.rowwise_data is not None and x.columnwise_data is not None:
+        return x.with_usage(rowwise=override != "", columnwise=override == "")
+    return x
 
 
 def amaxes(known: Amaxes | None = None, **observed: Any) -> Amaxes | None:

@@ -8,7 +8,7 @@ import torch
 
 from functional_te import pytree
 from functional_te.kernels import kernels
-from functional_te.ops.common import TensorOrQuantized, quantized_spec
+from functional_te.ops.common import TensorOrQuantized, one_copy, quantized_spec
 from functional_te.ops.op import Amaxes, BwdResult, FwdResult
 from functional_te.quantization.groups import Groups, padded_rows
 from functional_te.quantization.quantizer import as_matrix, rows_of
@@ -154,13 +154,6 @@ def _observed(role: str, amaxes: Any, known: Amaxes | None) -> Amaxes | None:
     return Amaxes(roles=(*roles, *(f"{role}{g}" for g in range(len(amaxes)))), values=(*values, *amaxes))
 
 
-def _kept(x: Any, override: str) -> Any:
-    """Of a cast the one copy that the backward reads."""
-    if isinstance(x, QuantizedTensor) and x.rowwise_data is not None and x.columnwise_data is not None:
-        return x.with_usage(rowwise=override != "", columnwise=override == "")
-    return x
-
-
 def grouped_operands(args: Any, x: torch.Tensor, groups: Groups) -> tuple[Any, Any, Any, Amaxes | None]:
     """Cast rows and weights of a forward bundle.
 
@@ -174,7 +167,7 @@ def grouped_operands(args: Any, x: torch.Tensor, groups: Groups) -> tuple[Any, A
     if args.input_quantizers:
         rows, seen = _cast_rows(k, x, args.input_quantizers, groups, args.dtype)
         observed = _observed("input", seen, observed)
-        fresh = _kept(rows, args.override) if args.save_input and reads else None
+        fresh = one_copy(rows, args.override) if args.save_input and reads else None
     fresh_weights: tuple[Any, ...] = ()
     if args.weight_quantizers:
         each = weights[0].unbind() if len(weights) == 1 and weights[0].dim() == 3 else weights
@@ -191,7 +184,7 @@ def grouped_operands(args: Any, x: torch.Tensor, groups: Groups) -> tuple[Any, A
         weights = tuple(casts)
         if args.save_weights and reads:
             fresh_weights = tuple(
-                None if isinstance(old, QuantizedTensor) else _kept(cast, args.override)
+                None if isinstance(old, QuantizedTensor) else one_copy(cast, args.override)
                 for old, cast in zip(each, casts, strict=True)
             )
     return rows, weights, (fresh, fresh_weights), observed
@@ -204,7 +197,7 @@ def grouped_operand_specs(args: Any) -> tuple[Any, Amaxes | None]:
     if args.input_quantizers:
         cast, seen = _rows_spec(args.input_, args.input_quantizers, args.dtype)
         observed = _observed("input", seen, observed)
-        fresh = _kept(cast, args.override) if args.save_input and reads else None
+        fresh = one_copy(cast, args.override) if args.save_input and reads else None
     fresh_weights: tuple[Any, ...] = ()
     if args.weight_quantizers:
         first: Any = args.weights[0]
@@ -222,7 +215,7 @@ def grouped_operand_specs(args: Any) -> tuple[Any, Amaxes | None]:
             observed = _observed("weight", amaxes, observed)
         if args.save_weights and reads:
             fresh_weights = tuple(
-                None if isinstance(old, QuantizedTensor) else _kept(cast, args.override)
+                None if isinstance(old, QuantizedTensor) else one_copy(cast, args.override)
                 for old, cast in zip(each, casts, strict=True)
             )
     return (fresh, fresh_weights), observed
@@ -233,7 +226,7 @@ def saved_operands(args: Any, aux: Any) -> GroupedSaved:
     fresh, fresh_weights = aux
     weights: Any = ()
     if args.save_weights:
-        own = [_kept(weight, args.override) if args.override else weight for weight in args.weights]
+        own = [one_copy(weight, args.override) if args.override else weight for weight in args.weights]
         weights = args.dense_weights or own
         if fresh_weights and not args.dense_weights:
             weights = [own[g] if new is None else new for g, new in enumerate(fresh_weights)]
@@ -252,12 +245,12 @@ def cast_again(k: Any, x: torch.Tensor, quantizers: tuple[BoundQuantizer, ...], 
     """The cast that a forward made of ``x`` and did not save; ``args`` is the layer's backward bundle."""
     rows = as_matrix(x)
     cast, _ = _cast_rows(k, rows, quantizers, Groups(args.splits, rows.shape[0], rows.device), args.dtype)
-    return _kept(cast, override)
+    return one_copy(cast, override)
 
 
 def recast_spec(spec: TensorSpec, quantizers: tuple[BoundQuantizer, ...], args: Any, override: str) -> Any:
     """The twin of :func:`cast_again`."""
-    return _kept(_rows_spec(spec, quantizers, args.dtype)[0], override)
+    return one_copy(_rows_spec(spec, quantizers, args.dtype)[0], override)
 
 
 # ---- forward ----

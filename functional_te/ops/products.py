@@ -11,6 +11,7 @@ from functional_te.kernels import kernels
 from functional_te.ops.common import (
     TensorOrQuantized,
     amaxes,
+    one_copy,
     quantized_spec,
     spec_store,
     store,
@@ -150,14 +151,7 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
 
 def _for_backward(x: Any, override: str) -> Any:
     """What of a fresh cast the backward reads: nothing if it reads high precision, else one of two copies."""
-    return None if override == "high_precision" else _one_copy(x, override)
-
-
-def _one_copy(x: Any, override: str) -> Any:
-    """Of two copies the one that the backward reads."""
-    if isinstance(x, QuantizedTensor) and x.rowwise_data is not None and x.columnwise_data is not None:
-        return x.with_usage(rowwise=override != "", columnwise=override == "")
-    return x
+    return None if override == "high_precision" else one_copy(x, override)
 
 
 def operand_specs(args: Any) -> tuple[LinearSaved, Amaxes | None]:
@@ -184,7 +178,7 @@ def saved_operands(args: Any, aux: LinearSaved) -> LinearSaved:
     if not args.save_input and not args.save_weight:
         return _NOTHING_FRESH[args.dtype]
     return LinearSaved(
-        input_=(_one_copy(args.input_, args.override) if aux.input_ is None else aux.input_)
+        input_=(one_copy(args.input_, args.override) if aux.input_ is None else aux.input_)
         if args.save_input
         else None,
         weight=_saved_weight(args, aux) if args.save_weight else None,
@@ -197,7 +191,7 @@ def _saved_weight(args: Any, aux: LinearSaved) -> Any:
         return args.dense_weight
     if aux.weight is not None:
         return aux.weight
-    return _one_copy(args.weight, args.override) if args.override else args.weight
+    return one_copy(args.weight, args.override) if args.override else args.weight
 
 
 def linear_output_spec(args: Any) -> TensorSpec:

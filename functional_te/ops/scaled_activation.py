@@ -15,8 +15,8 @@ from functional_te import pytree
 from functional_te._errors import type_error, value_error
 from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.kernels import kernels
-from functional_te.ops.activation import check_clamped
-from functional_te.ops.common import check_channel, check_float, check_number
+from functional_te.ops.activation import set_constants
+from functional_te.ops.common import check_channel, check_float
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.quantizer import rows_of
 from functional_te.tensor_spec import TensorSpec
@@ -181,6 +181,8 @@ class ScaledActivation(Op):
     channel: str | None = dataclasses.field(default=None, kw_only=True)
 
     kind: ClassVar[str] = ""
+    # see Activation
+    config: ClassVar[Constants] = NO_CONSTANTS
     gated: ClassVar[bool] = False
     num_extra_inputs: ClassVar[int] = 1
     extra_input_fields: ClassVar[tuple[str, ...]] = ("channel",)
@@ -198,11 +200,6 @@ class ScaledActivation(Op):
         check_channel(self.channel, where)
         if not isinstance(self.activation_recompute_in_mlp, bool):
             raise type_error(where, "activation_recompute_in_mlp", "a bool", repr(self.activation_recompute_in_mlp))
-
-    @property
-    def config(self) -> Constants:
-        """Constants of the formula."""
-        return NO_CONSTANTS
 
     @property
     def interleave(self) -> int:
@@ -324,16 +321,7 @@ class ScaledSiTUGLU(ScaledGatedActivation):
 
     def __post_init__(self) -> None:
         ScaledGatedActivation.__post_init__(self)
-        for argument in ("beta1", "beta2"):
-            object.__setattr__(
-                self, argument, check_number(getattr(self, argument), "ScaledSiTUGLU", argument, positive=True)
-            )
-        object.__setattr__(self, "_config", Constants((self.beta1, self.beta2)))
-
-    @property
-    def config(self) -> Constants:
-        """``(beta1, beta2)``."""
-        return self._config  # type: ignore[attr-defined]
+        set_constants(self, "beta1", "beta2", positive=("beta1", "beta2"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -357,13 +345,7 @@ class ScaledClampedQGeGLU(ScaledGatedActivation):
 
     def __post_init__(self) -> None:
         ScaledGatedActivation.__post_init__(self)
-        check_clamped(self)
-        object.__setattr__(self, "_config", Constants((self.limit, self.alpha, self.glu_linear_offset)))
-
-    @property
-    def config(self) -> Constants:
-        """``(limit, alpha, glu_linear_offset)``."""
-        return self._config  # type: ignore[attr-defined]
+        set_constants(self, "limit", "alpha", "glu_linear_offset", positive=("limit",))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -389,11 +371,4 @@ class ScaledTanhSReLU(ScaledActivation):
 
     def __post_init__(self) -> None:
         ScaledActivation.__post_init__(self)
-        scale = check_number(self.tanh_clamp_scale, "ScaledTanhSReLU", "tanh_clamp_scale", positive=True)
-        object.__setattr__(self, "tanh_clamp_scale", scale)
-        object.__setattr__(self, "_config", Constants((scale,)))
-
-    @property
-    def config(self) -> Constants:
-        """``(tanh_clamp_scale,)``."""
-        return self._config  # type: ignore[attr-defined]
+        set_constants(self, "tanh_clamp_scale", positive=("tanh_clamp_scale",))

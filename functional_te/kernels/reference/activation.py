@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from functional_te.kernels.reference.precision import float32
+
 Config = tuple[float, ...]
 Shared = tuple[Tensor, ...]
 
@@ -281,11 +283,6 @@ def _halves(x: Tensor, s: int) -> tuple[Tensor, ...]:
     return _blocks(x, s).unbind(-2) if s else x.chunk(2, -1)
 
 
-def _float32(x: Tensor) -> Tensor:
-    # Even a conversion that does nothing costs a call.
-    return x if x.dtype is torch.float32 else x.float()
-
-
 # ---- Entry points ----
 
 
@@ -309,7 +306,7 @@ def activation_forward(x: Tensor, kind: str, config: Config = (), interleave: in
     """
     activation = ACTIVATIONS[kind]
     config = config or activation.defaults
-    x = _float32(x)
+    x = float32(x)
     if not activation.gated:
         return activation.value(x, activation.prepare(x, config), config)
     gate, lin = _halves(x, interleave)
@@ -333,7 +330,7 @@ def activation_backward(dy: Tensor, x: Tensor, kind: str, config: Config = (), i
     """
     activation = ACTIVATIONS[kind]
     config = config or activation.defaults
-    dy, x = _float32(dy), _float32(x)
+    dy, x = float32(dy), float32(x)
     if not activation.gated:
         return activation.derivative(dy, x, activation.prepare(x, config), config)
     if interleave:

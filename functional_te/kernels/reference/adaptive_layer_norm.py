@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def _float32(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float32 else x.float()
+from functional_te.kernels.reference.precision import float32
 
 
 def _per_sample(modulation: Tensor, x: Tensor, batch_dim: int) -> Tensor:
     """Scale or shift in float32, in a shape that broadcasts to x's."""
     shape = [1] * x.dim()
     shape[batch_dim], shape[-1] = x.shape[batch_dim], x.shape[-1]
-    return _float32(modulation).reshape(shape)
+    return float32(modulation).reshape(shape)
 
 
 def adaptive_layer_norm_forward(
@@ -35,7 +33,7 @@ def adaptive_layer_norm_forward(
     Returns:
         y, float32 of x's shape; mean and rstd, float32 of the leading shape.
     """
-    xhat, mean, rstd = torch.native_layer_norm(_float32(x), x.shape[-1:], None, None, eps)
+    xhat, mean, rstd = torch.native_layer_norm(float32(x), x.shape[-1:], None, None, eps)
     gain = _per_sample(scale, x, batch_dim) + 1.0
     return torch.addcmul(_per_sample(shift, x, batch_dim), xhat, gain), mean.squeeze(-1), rstd.squeeze(-1)
 
@@ -64,7 +62,7 @@ def adaptive_layer_norm_backward(
         dx, float32 of x's shape; dscale and dshift, float32 (x.shape[batch_dim], x.shape[-1]).
     """
     needs_input, needs_scale, needs_shift = needs
-    dy, x = _float32(dy), _float32(x)
+    dy, x = float32(dy), float32(x)
     shared = tuple(dim for dim in range(x.dim() - 1) if dim != batch_dim)
     dx = dscale = dshift = None
     if needs_shift:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from functional_te.kernels.reference.precision import float32
 from functional_te.quantization.random import random_bits
 
 # the steps that probabilities come in: random_bits gives 16-bit values
@@ -18,10 +19,6 @@ RESOLUTION = 1 << 16
 def dropout_threshold(p: float) -> int:
     """How many of the 65536 random values drop an element: ``p`` to the nearest multiple of ``2**-16``."""
     return round(p * RESOLUTION)
-
-
-def _float32(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float32 else x.float()
 
 
 def dropout(
@@ -42,12 +39,12 @@ def dropout(
     Returns:
         y, float32 of x's shape.
     """
-    y = _float32(x)
+    y = float32(x)
     if bias is not None:
-        y = y + _float32(bias)
+        y = y + float32(bias)
     if key is not None:
         keep = random_bits(key, x.numel()) >= dropout_threshold(p)
         y = y * (keep.to(torch.float32) * (1.0 / (1.0 - p))).reshape(x.shape)
     if add is not None:
-        y = _float32(add) + y
+        y = float32(add) + y
     return y

@@ -5,13 +5,9 @@ Formula: Transformer Engine 2.20.2 ``te.ops`` (L2Normalization).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-
-def _float32(x: Tensor) -> Tensor:
-    # Even a conversion that does nothing costs a call.
-    return x if x.dtype is torch.float32 else x.float()
+from functional_te.kernels.reference.precision import float32
 
 
 def l2_norm_forward(x: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
@@ -24,7 +20,7 @@ def l2_norm_forward(x: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     Returns:
         y, float32 of x's shape, and rho, float32 of the leading shape.
     """
-    x = _float32(x)
+    x = float32(x)
     rho = (x * x).sum(-1).add(eps).rsqrt()
     return x * rho.unsqueeze(-1), rho
 
@@ -37,8 +33,8 @@ def l2_norm_backward(dy: Tensor, x: Tensor, rho: Tensor) -> Tensor:
         x: as given to `l2_norm_forward`.
         rho: as returned by it.
     """
-    dy, rho = _float32(dy), rho.unsqueeze(-1)
+    dy, rho = float32(dy), rho.unsqueeze(-1)
     # y = x * rho first: x * x times rho^2 could leave float32 on the way
-    y = _float32(x) * rho
+    y = float32(x) * rho
     projection = (y * dy).sum(-1, keepdim=True)
     return (dy - y * projection) * rho

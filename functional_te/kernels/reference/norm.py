@@ -15,18 +15,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from functional_te.kernels.reference.precision import float32
+
 # Resolved once: looking an overload up on every call is not free.
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
-def _float32(x: Tensor) -> Tensor:
-    # Even a conversion that does nothing costs a call.
-    return x if x.dtype is torch.float32 else x.float()
-
-
 def _gain(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
     # To float32 first: in 16 bits 1 + weight would lose most of the weight.
-    return _float32(weight) + 1.0 if zero_centered_gamma else _float32(weight)
+    return float32(weight) + 1.0 if zero_centered_gamma else float32(weight)
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, *, eps: float, zero_centered_gamma: bool) -> tuple[Tensor, Tensor]:
@@ -46,7 +43,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, *, eps: float, zero_centered_gam
             x.flatten(-weight.dim()), weight.flatten(), eps=eps, zero_centered_gamma=zero_centered_gamma
         )
         return y.unflatten(-1, weight.shape), rstd
-    x, weight = _float32(x), _float32(weight)
+    x, weight = float32(x), float32(weight)
     # Not vector_norm: it is one call less, but sums without cascading (1e-5 off on constant rows of 8192).
     total = (x * x).sum(-1)
     # eps + total / size; the 0-d tensor costs less than a call with a scalar operand.
@@ -115,19 +112,19 @@ def rms_norm_backward(
             None if dx is None else dx.unflatten(-1, weight.shape),
             None if dweight is None else dweight.view(weight.shape),
         )
-    dy, rstd = _float32(dy), rstd.unsqueeze(-1)
-    xhat = _float32(x) * rstd
+    dy, rstd = float32(dy), rstd.unsqueeze(-1)
+    xhat = float32(x) * rstd
     dx = dweight = None
     if needs_weight:
         dweight = dy * xhat
         if x.dim() > 1:  # an empty tuple of dims would mean all of them
             dweight = dweight.sum(tuple(range(x.dim() - 1)))
     if needs_input:
-        weight = _float32(weight)
+        weight = float32(weight)
         q = torch.addcmul(dy, dy, weight) if zero_centered_gamma else dy * weight
         projection = (q * xhat).sum(-1, keepdim=True)
         dx = torch.addcmul(q, xhat, projection, value=-1.0 / weight.numel())
-        dx = dx * rstd if add is None else torch.addcmul(_float32(add), dx, rstd)
+        dx = dx * rstd if add is None else torch.addcmul(float32(add), dx, rstd)
     return dx, dweight
 
 
@@ -146,7 +143,7 @@ def layer_norm_forward(
         y, float32 of x's shape; mean and rstd, float32 of the leading shape.
     """
     gain = _gain(weight, zero_centered_gamma)
-    y, mean, rstd = torch.native_layer_norm(_float32(x), weight.shape, gain, _float32(bias), eps)
+    y, mean, rstd = torch.native_layer_norm(float32(x), weight.shape, gain, float32(bias), eps)
     for _ in range(weight.dim()):  # ATen keeps the normalized dims, with size one
         mean, rstd = mean.squeeze(-1), rstd.squeeze(-1)
     return y, mean, rstd
@@ -181,4 +178,4 @@ def layer_norm_backward(
     gain = _gain(weight, zero_centered_gamma)
     # The bias argument lends its shape and dtype only, and the gain has the same.
     wanted = [needs_input, needs_affine, needs_affine]
-    return _layer_norm_backward(_float32(dy), _float32(x), weight.shape, mean, rstd, gain, gain, wanted)
+    return _layer_norm_backward(float32(dy), float32(x), weight.shape, mean, rstd, gain, gain, wanted)
