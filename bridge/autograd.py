@@ -13,7 +13,7 @@ import torch
 
 from bridge import compat
 from bridge.call import Call, eager_call, flat_call, launch_taken_over, merge_saved, split_saved
-from bridge.gate import launch_traced
+from bridge.gate import launcher
 from bridge.state import close_, fold_amaxes_, keep_scales
 from functional_te import pytree
 from functional_te.api import bind_kwargs
@@ -32,7 +32,7 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any, Any
     plan = call.plan
     x, params, extra_inputs, kwargs, state, targets = call.arguments(unique)
     if torch.compiler.is_compiling():
-        outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launch_traced)
+        outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launcher(plan))
     else:
         launch = launch_taken_over(plan, "forward", call.takeovers)
         outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs, launch)
@@ -77,7 +77,7 @@ def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, coun
     """One gradient or None for each of ``count`` arguments; what the backward observes is written to ``state``."""
     plan = call.plan
     compiling = torch.compiler.is_compiling()
-    launch = launch_traced if compiling else launch_taken_over(plan, "backward", call.takeovers)
+    launch = launcher(plan) if compiling else launch_taken_over(plan, "backward", call.takeovers)
     grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
     outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
     if outcome.amaxes:
@@ -279,12 +279,13 @@ def _run(
         backend=backend,
         compute_dtype=compute_dtype,
         fusions=fusions,
+        device=getattr(x, "device", None),
     )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs)
     if not plan.output_requires_grad:
-        launch = launch_traced if compiling else launch_taken_over(plan, "forward", takeovers)
+        launch = launcher(plan) if compiling else launch_taken_over(plan, "forward", takeovers)
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch)
         return [_dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
     bundle = (x, params, extra_inputs, bound, state, tuple([own.target for own in main_grads]))

@@ -16,7 +16,9 @@ from functional_te.fuser.plan import Plan, on_traced_plan
 
 __all__ = [
     "CompileEagerFallbackWarning",
+    "launch_opaque",
     "launch_traced",
+    "launcher",
     "warn_compile_eager_fallback",
 ]
 
@@ -52,7 +54,21 @@ on_traced_plan.append(_register_ops)
 
 def launch_traced(op: Any, direction: str, args: Any) -> Any:
     """Launch a step inside a compiled graph: its custom op if it has one, else its implementation."""
+    return _launch(op, direction, args, False)
+
+
+def launch_opaque(op: Any, direction: str, args: Any) -> Any:
+    """The same with the custom op's body closed to the compiler."""
+    return _launch(op, direction, args, True)
+
+
+def _launch(op: Any, direction: str, args: Any, opaque: bool) -> Any:
     pair = type(op).compile_ops
     if direction == "forward":
-        return op.forward_impl(args) if pair is None or pair[0] is None else pair[0](args)
-    return op.backward_impl(args) if pair is None or pair[1] is None else pair[1](args)
+        return op.forward_impl(args) if pair is None or pair[0] is None else pair[0](args, opaque)
+    return op.backward_impl(args) if pair is None or pair[1] is None else pair[1](args, opaque)
+
+
+def launcher(plan: Plan) -> Any:
+    """How the steps of a plan are launched inside a compiled graph."""
+    return launch_traced if plan.traceable else launch_opaque

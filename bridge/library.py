@@ -3,7 +3,8 @@
 Every op class gets two independent custom ops, ``<class name in lower case>_forward`` and ``..._backward``; autograd
 is left to whoever calls them. An op is *transparent* by default: Dynamo keeps it as one node of its graph, and the
 compiler traces through it below, because its body is plain PyTorch registered as ``CompositeImplicitAutograd``. An op
-class with ``opaque = True`` keeps its body closed and is described to the compiler by its fake.
+class with ``opaque = True`` keeps its body closed and is described to the compiler by its fake. Every op also has an
+opaque twin, ``..._opaque``, for kernel backends that no compiler can trace through.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class RegisteredOp:
     Attributes:
         name: qualified name, ``functional_te::<name>``.
         op: the op of ``torch.ops``.
+        opaque: the op whose body is closed: itself, or a twin for kernels that no compiler can trace.
     """
 
     def __init__(
@@ -49,17 +51,21 @@ class RegisteredOp:
         self.impl = impl
         self.fake = fake
         self.result = result
-        _library.define(f"{name}({self.schema.arguments}) -> Tensor[]")
-        _library.impl(name, self._run, "CompositeExplicitAutograd" if opaque else "CompositeImplicitAutograd")
-        if opaque:
-            torch.library.register_fake(self.name, self._run_fake, lib=_library)
-        self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        self.opaque = self._define(name if opaque else f"{name}_opaque", "CompositeExplicitAutograd")
+        self.op = self.opaque if opaque else self._define(name, "CompositeImplicitAutograd")
         _by_name[self.name] = self
 
-    def __call__(self, args: Any) -> Any:
+    def _define(self, name: str, key: str) -> Any:
+        _library.define(f"{name}({self.schema.arguments}) -> Tensor[]")
+        _library.impl(name, self._run, key)
+        if key == "CompositeExplicitAutograd":
+            torch.library.register_fake(f"{NAMESPACE}::{name}", self._run_fake, lib=_library)
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def __call__(self, args: Any, opaque: bool = False) -> Any:
         flat = self.schema.encode(args)
         structure = getattr(_structures, _structure_of(self.name, self.schema.summary(flat)))
-        return pytree.rebuild(structure, self.op(*flat))
+        return pytree.rebuild(structure, self.opaque(*flat) if opaque else self.op(*flat))
 
     def structure(self, summary: tuple[Any, ...]) -> Any:
         """Structure of the result, from the fake. It depends on what :meth:`Schema.summary` keeps, not on numbers."""

@@ -84,7 +84,7 @@ def stored_weight(module: BasicOperation, name: str, value: torch.Tensor) -> tor
     """
     quantizers = module.stored_quantizers
     if name not in quantizers and _init.recipe is not None:
-        quantizer = weight_quantizers(module, _init.recipe).get(name)
+        quantizer = weight_quantizers(module, _init.recipe, value.device).get(name)
         if quantizer is not None:
             quantizers[name] = _without_state(quantizer)
     if name not in quantizers:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.state import write_state_
+from bridge.state import close_states_, has_closing_kernel
 from bridge.weight_cache import count_optimizer_steps, refresh_known_weights
 from functional_te._errors import type_error
 from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
@@ -169,7 +169,7 @@ def _close_step(recipe: Recipe | None) -> None:
             before = _update_together(quantizer, [state for _, _, state in own])
             for (module, role, _), scale in zip(own, before, strict=True):
                 if module.observed and role in module.op.forward_quantizers:
-                    module.scales_before_close.setdefault(role, scale.clone())
+                    module.scales_before_close.setdefault(role, scale)
     for module in _holders:
         module.observed = False
 
@@ -180,6 +180,10 @@ def _update_together(quantizer: Quantizer, states: list[Any]) -> list[torch.Tens
     Returns:
         The scales (or keys) as they were before.
     """
+    if has_closing_kernel(quantizer, states[0].read.device):
+        before = list(torch.stack([state.scale for state in states]).unbind())
+        close_states_([(quantizer, state, None) for state in states])
+        return before
     before = [state.read.clone() for state in states]
     for state, update in zip(states, _updates(quantizer, states), strict=True):
         state.read.copy_(update.read)
@@ -214,9 +218,9 @@ def close_in_graph(module: Any, roles: Any, states: dict[str, Any]) -> None:
     if closed is None or not torch.is_grad_enabled() or any(module is known for known in closed):
         return
     closed.append(module)
-    for role, quantizer in roles:
-        if role in module.op.forward_quantizers:
-            write_state_(states[role], update_scale(quantizer, states[role]))
+    close_states_(
+        [(quantizer, states[role], None) for role, quantizer in roles if role in module.op.forward_quantizers]
+    )
 
 
 def closes_in_graph() -> bool:

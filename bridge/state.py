@@ -1,20 +1,33 @@
-"""Writing quantizer state back: mutable custom ops, correct in eager mode, compiled graphs and CUDA graphs."""
+"""Writing quantizer state back: mutable custom ops, correct in eager mode, compiled graphs and CUDA graphs.
+
+On a GPU the delayed-scaling states of a whole pass are folded, or folded and closed, by one kernel, which a compiled
+graph launches itself. Elsewhere, and for algorithms of the user's, the formulas run as they are and their results are
+copied into the state.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bridge.library import NAMESPACE
 from functional_te.fuser.plan import Plan
+from functional_te.kernels import kernels, resolve_backend
+from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
 from functional_te.quantization.scaling import fold_amax
 from functional_te.quantization.state import update_amax, update_scale
 
-__all__ = ["close_", "fold_amaxes_", "keep_scales", "write_", "write_state_"]
+__all__ = ["close_", "close_states_", "fold_amaxes_", "has_closing_kernel", "keep_scales", "write_"]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
+_library.define("fold_amaxes_(Tensor(a!)[] amax_histories, Tensor[] amaxes) -> ()")
+_library.define(
+    "close_step_(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor[] amaxes, float[] limits, int margin, "
+    "str algorithm) -> ()"
+)
 _library.define("keep(Tensor[] scales) -> Tensor[]")
 _library.define("write_(Tensor(a!) target, Tensor value) -> ()")
 
@@ -31,6 +44,39 @@ def _keep(scales: list[torch.Tensor]) -> list[torch.Tensor]:
     return [scale.clone() for scale in scales]
 
 
+def _kernel(device: str) -> Any:
+    """The kernel that closes steps on a device type, or None."""
+    return None if device == "cpu" else kernels(resolve_backend("auto", device)).fused.close_step
+
+
+@torch.compiler.assume_constant_result
+def _has_kernel(device: str) -> bool:
+    """Whether there is one. Runs for real even while a caller is traced."""
+    return _kernel(device) is not None
+
+
+def _fold_amaxes(amax_histories: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
+    kernel = _kernel(amaxes[0].device.type)
+    # folding alone neither reads nor writes scales
+    kernel(amaxes, amax_histories, amaxes, limit=[1.0] * len(amaxes), closes=False)
+
+
+def _close_step(
+    scales: Sequence[torch.Tensor],
+    amax_histories: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor],
+    limits: Sequence[float],
+    margin: int,
+    algorithm: str,
+) -> None:
+    observed: Sequence[torch.Tensor | None] = amaxes or [None] * len(scales)
+    kernel = _kernel(scales[0].device.type)
+    kernel(scales, amax_histories, observed, limit=limits, margin=margin, algorithm=algorithm)
+
+
+# bodies that a compiler looks into: they are launches of kernels
+_library.impl("fold_amaxes_", _fold_amaxes, "CompositeImplicitAutograd")
+_library.impl("close_step_", _close_step, "CompositeImplicitAutograd")
 _library.impl("keep", _keep, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::keep", lambda scales: [torch.empty_like(s) for s in scales], lib=_library)
 _library.impl("fold_amax_", _fold_amax, "CompositeExplicitAutograd")
@@ -65,23 +111,59 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
 
     A direct kernel call in eager mode, where the dispatcher would cost more than the work.
     """
-    if torch.compiler.is_compiling():
-        for (index, role), amax in amaxes.items():
-            torch.ops.functional_te.fold_amax_(state[index][role].amax_history, amax)
-    else:
-        for (index, role), amax in amaxes.items():
-            _fold_amax(state[index][role].amax_history, amax)
+    histories = [state[index][role].amax_history for index, role in amaxes]
+    values = list(amaxes.values())
+    compiling = torch.compiler.is_compiling()
+    if _has_kernel(values[0].device.type):
+        if compiling:
+            torch.ops.functional_te.fold_amaxes_(histories, values)
+        else:
+            _fold_amaxes(histories, values)
+        return
+    fold = torch.ops.functional_te.fold_amax_ if compiling else _fold_amax
+    for history, amax in zip(histories, values, strict=True):
+        fold(history, amax)
 
 
-def write_state_(state: Any, new: Any) -> None:
-    """Write the tensors of ``new`` into those of ``state``."""
-    write_(state.read, new.read)
-    write_(state.amax_history, new.amax_history)
+def has_closing_kernel(quantizer: Quantizer, device: torch.device) -> bool:
+    """Whether one kernel closes the steps of many such quantizers: delayed scaling with the built-in algorithms."""
+    return (
+        isinstance(quantizer, Float8DelayedScalingQuantizer)
+        and isinstance(quantizer.amax_compute_algo, str)
+        and quantizer.scaling_factor_compute_algo is None
+        and _has_kernel(device.type)
+    )
+
+
+def close_states_(entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]]) -> None:
+    """Close the step of quantizers that observed, in place.
+
+    Args:
+        entries: a quantizer, its state, and an amax to fold in first or None; of one pass, so all have one or none has.
+    """
+    groups: dict[tuple[int, str], list[tuple[Any, float, torch.Tensor | None]]] = {}
+    for quantizer, state, amax in entries:
+        if has_closing_kernel(quantizer, state.read.device):
+            how = (quantizer.margin, quantizer.amax_compute_algo)  # type: ignore[attr-defined]
+            groups.setdefault(how, []).append((state, quantizer.limit, amax))
+            continue
+        new = update_scale(quantizer, state if amax is None else update_amax(state, amax))
+        write_(state.read, new.read)
+        write_(state.amax_history, new.amax_history)
+    for (margin, algorithm), own in groups.items():
+        scales = [state.scale for state, _, _ in own]
+        histories = [state.amax_history for state, _, _ in own]
+        amaxes = [amax for _, _, amax in own if amax is not None]
+        limits = [limit for _, limit, _ in own]
+        if torch.compiler.is_compiling():
+            torch.ops.functional_te.close_step_(scales, histories, amaxes, limits, margin, algorithm)
+        else:
+            _close_step(scales, histories, amaxes, limits, margin, algorithm)
 
 
 def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:
-    """Fold observations in and close the step of the quantizers that observed, in place: one write per tensor."""
+    """Fold observations in and close the step of the quantizers that observed, in place."""
+    entries = []
     for (index, role), amax in amaxes.items():
-        quantizer = dict(plan.state_roles[index])[role]
-        old = state[index][role]
-        write_state_(old, update_scale(quantizer, update_amax(old, amax)))
+        entries.append((dict(plan.state_roles[index])[role], state[index][role], amax))
+    close_states_(entries)

@@ -85,20 +85,20 @@ def _written(parameter: torch.Tensor) -> tuple[int, int]:
     return _steps[0], -1 if parameter.is_inference() else parameter._version
 
 
-def _both_copies(quantizer: Quantizer) -> Quantizer:
+def _both_copies(quantizer: Quantizer, device: str) -> Quantizer:
     """Forward and backward read the weight in both directions."""
-    transposed = kernels(resolve_backend("auto")).transposed_copies
+    transposed = kernels(resolve_backend("auto", device)).transposed_copies
     return quantizer.with_usage(True, transposed or not quantizer.transposable)
 
 
-def weight_quantizers(module: BasicOperation, recipe: Recipe) -> dict[str, Quantizer]:
+def weight_quantizers(module: BasicOperation, recipe: Recipe, device: torch.device) -> dict[str, Quantizer]:
     """By name, the quantizers of those parameters of a module that a recipe casts, making the copies that are read."""
     op, found = module.op, {}
     for name in op.param_names:
         if name in op.forward_quantizers:
             quantizer = quantizer_of(op, name, recipe)
             if quantizer is not None:
-                found[name] = _both_copies(quantizer)
+                found[name] = _both_copies(quantizer, device.type)
     return found
 
 
@@ -113,7 +113,9 @@ def refresh_weights(module: BasicOperation, recipe: Recipe | None) -> None:
     module.ensure_state(state_roles_of(module.op, recipe))
     casts: dict[str, WeightCast] = {}
     states = {role: state for role, _, state in module.named_states()}
-    for name, quantizer in weight_quantizers(module, recipe).items():
+    device = next(module.parameters(), torch.empty(0)).device
+    k = kernels(resolve_backend("auto", device.type))
+    for name, quantizer in weight_quantizers(module, recipe, device).items():
         parameter = getattr(module, name)
         known = module.weight_casts.get(name)
         if isinstance(parameter, QuantizedWeight) or parameter.device.type == "meta":
@@ -123,7 +125,7 @@ def refresh_weights(module: BasicOperation, recipe: Recipe | None) -> None:
             continue
         state = states.get(name)
         with torch.inference_mode(False), torch.no_grad():
-            quantized, amax = kernels(resolve_backend("auto")).quantize(parameter.detach(), bind(quantizer, state))
+            quantized, amax = k.quantize(parameter.detach(), bind(quantizer, state))
             if amax is not None and state is not None:
                 state.amax_history[:1].copy_(torch.maximum(state.amax_history[:1], amax))
         casts[name] = WeightCast(parameter, quantizer, quantized)

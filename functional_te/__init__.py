@@ -25,6 +25,7 @@ from functional_te.fuser import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from functional_te.kernels import backends
 from functional_te.numerics import numerics
 from functional_te.ops import (
     GEGLU,
@@ -167,6 +168,7 @@ __all__ = [
     "TensorSpec",
     "Window",
     "apply",
+    "backends",
     "chain",
     "default_fusions",
     "dequantize",

@@ -146,7 +146,8 @@ def quantize_params(
         backend: ``"auto"`` or the name of a kernel backend.
     """
     block = as_chain(block)
-    plan = make_plan(block, recipe=recipe, requires_grad=requires_grad, backend=backend)
+    device = next((value.device for own in params for value in own.values() if isinstance(value, torch.Tensor)), None)
+    plan = make_plan(block, recipe=recipe, requires_grad=requires_grad, backend=backend, device=device)
     weights = {(index, name) for index, name in plan.param_slots}
     if state is not None or any(place in weights for place in plan.observes):
         check_state(plan, state)
@@ -263,7 +264,13 @@ def apply(
     """
     block = as_chain(block)
     plan = make_plan(
-        block, recipe=recipe, requires_grad=False, backend=backend, compute_dtype=compute_dtype, fusions=fusions
+        block,
+        recipe=recipe,
+        requires_grad=False,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        fusions=fusions,
+        device=getattr(x, "device", None),
     )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
@@ -300,7 +307,13 @@ def vjp(
     """
     block = as_chain(block)
     plan = make_plan(
-        block, recipe=recipe, requires_grad=requires_grad, backend=backend, compute_dtype=compute_dtype, fusions=fusions
+        block,
+        recipe=recipe,
+        requires_grad=requires_grad,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        fusions=fusions,
+        device=getattr(x, "device", None),
     )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)

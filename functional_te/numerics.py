@@ -19,7 +19,7 @@ from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import Plan
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.fuser.rule import Fusions
-from functional_te.kernels.backend import observing
+from functional_te.kernels.registry import observing
 from functional_te.ops.activation import INPUT_CACHE
 from functional_te.pipeline import backward_pass, forward_pass
 from functional_te.quantization.hadamard import hadamard, hadamard_inverse
@@ -225,7 +225,13 @@ def numerics(
     block = as_chain(block)
     backward = grad_output is not False
     plan = make_plan(
-        block, recipe=recipe, requires_grad=backward, backend=backend, compute_dtype=compute_dtype, fusions=fusions
+        block,
+        recipe=recipe,
+        requires_grad=backward,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        fusions=fusions,
+        device=getattr(x, "device", None),
     )
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)

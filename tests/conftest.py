@@ -12,6 +12,9 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 pytest.register_assert_rewrite("tests.helpers")
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 

@@ -1,16 +1,8 @@
 """Quantized tensors of Transformer Engine: the same bits in their classes, and back.
 
-=====================  ===========================================  ==================================================
-quantizer              Transformer Engine                           differences in layout
-=====================  ===========================================  ==================================================
-per tensor             ``Float8Tensor``                             one scale for both copies
-Float8BlockQuantizer   ``Float8BlockwiseQTensor``                   grids padded; those of 1x128 blocks transposed
-MXFP8Quantizer         ``MXFP8Tensor``                              columnwise data in the logical shape, its grid
-                                                                    transposed; grids padded
-NVFP4Quantizer         ``NVFP4Tensor``                              grids padded; a row of scales per row also in 2-D
-=====================  ===========================================  ==================================================
-
-Every class also as the bare ``...Storage``. Their classes go by name, so reading one imports nothing.
+The layouts of their FP8 classes are in :mod:`functional_te.kernels.te.tensors`; an ``NVFP4Tensor`` of an NVFP4Quantizer
+has padded grids, and a row of scales per row also in 2-D. Every class is read also as the bare ``...Storage``. Their
+classes go by name, so reading one imports nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +15,7 @@ import torch
 
 from bridge.interop.torchao import spread_rows, take_rows
 from functional_te._errors import type_error, value_error
+from functional_te.kernels.te.tensors import cut_grid, read_block, read_mxfp8, read_per_tensor, te_layout
 from functional_te.quantization import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -33,7 +26,6 @@ from functional_te.quantization import (
     QuantizedTensor,
     Quantizer,
 )
-from functional_te.quantization.fp8_block import block_grid
 from functional_te.quantization.quantizer import Copy, as_matrix, rows_of
 from functional_te.quantization.recipes.foreign import as_quantizer
 from functional_te.quantization.serialization import check_copies
@@ -141,20 +133,8 @@ def _quantizer_of(tensor: Any, default: Callable[[Any], Quantizer]) -> Quantizer
     return made
 
 
-def _grid(scale: torch.Tensor, rows: int, cols: int, transposed: bool) -> torch.Tensor:
-    """A grid ``[rows, cols]`` cut out of a padded one that may be stored transposed."""
-    cut = scale[:cols, :rows].t() if transposed else scale[:rows, :cols]
-    return cut.contiguous()
-
-
 def _read_per_tensor(tensor: Any, quantizer: Quantizer) -> tuple[Copy | None, Copy | None]:
-    dtype, scale, row, column = _element_of(tensor), tensor._scale_inv, None, None
-    if tensor._data is not None:
-        row = Copy(tensor._data.view(dtype), scale.reshape(1))
-    if tensor._transpose is not None and not tensor._transpose_invalid:
-        data = tensor._transpose
-        column = Copy(data.reshape(data.shape[0], rows_of((*data.shape[1:], 1))).view(dtype), scale.reshape(1).clone())
-    return row, column
+    return read_per_tensor(tensor, _element_of(tensor))
 
 
 def _read_block(tensor: Any, quantizer: Quantizer) -> tuple[Copy | None, Copy | None]:
@@ -165,31 +145,16 @@ def _read_block(tensor: Any, quantizer: Quantizer) -> tuple[Copy | None, Copy | 
     if tensor._is_2D_scaled != (quantizer.tile[0] > 1):
         wanted = f"block_scaling_dim {2 if tensor._is_2D_scaled else 1}"
         raise value_error("from_transformer_engine", "quantizer", wanted, quantizer)
-    dtype, copies = _element_of(tensor), list[Copy | None]()
-    for name in ("rowwise", "columnwise"):
-        data, scale = getattr(tensor, f"_{name}_data"), getattr(tensor, f"_{name}_scale_inv")
-        if data is None:
-            copies.append(None)
-            continue
-        if name == "columnwise":
-            data = data.reshape(data.shape[0], rows_of((*data.shape[1:], 1)))
-        rows, cols = as_matrix(data).shape
-        grid = _grid(scale, *block_grid(rows, cols, quantizer.tile), not tensor._is_2D_scaled)
-        copies.append(Copy(data.view(dtype), grid))
-    return copies[0], copies[1]
+    return read_block(tensor, _element_of(tensor), quantizer.tile)
 
 
 def _read_mxfp8(tensor: Any, quantizer: Quantizer) -> tuple[Copy | None, Copy | None]:
     assert quantizer.tile is not None
-    (height, width), dtype, row, column = quantizer.tile, _element_of(tensor), None, None
-    if tensor._rowwise_data is not None:
-        rows, cols = as_matrix(tensor._rowwise_data).shape
-        grid = _grid(tensor._rowwise_scale_inv, rows, -(-cols // width), False)
-        row = Copy(tensor._rowwise_data.view(dtype), take_rows(grid, height, "from_transformer_engine"))
-    if tensor._columnwise_data is not None:
-        data = as_matrix(tensor._columnwise_data).t().contiguous()
-        grid = _grid(tensor._columnwise_scale_inv, data.shape[0], -(-data.shape[1] // width), True)
-        column = Copy(data.view(dtype), take_rows(grid, height, "from_transformer_engine"))
+    height, width = quantizer.tile
+    row, column = (
+        None if copy is None else copy._replace(scale_inv=take_rows(copy.scale_inv, height, "from_transformer_engine"))
+        for copy in read_mxfp8(tensor, _element_of(tensor), width)
+    )
     return row, column
 
 
@@ -207,7 +172,7 @@ def _read_nvfp4(tensor: Any, quantizer: Quantizer) -> tuple[Copy | None, Copy | 
         if name == "columnwise":
             data = data.reshape(data.shape[0], rows_of((*data.shape[1:], 1)))
         rows, packed = as_matrix(data).shape
-        grid = _grid(scale, rows, -(-2 * packed // width), False).view(torch.float8_e4m3fn)
+        grid = cut_grid(scale, rows, -(-2 * packed // width), False).view(torch.float8_e4m3fn)
         copies.append(Copy(data, take_rows(grid, height, "from_transformer_engine"), amax.reshape(-1)))
     return copies[0], copies[1]
 
@@ -258,18 +223,14 @@ def te_fields(q: QuantizedTensor) -> dict[str, torch.Tensor]:
         copy = q.copy(columnwise)
         if copy is None:
             continue
-        data, scale = copy.data.view(torch.uint8), copy.scale_inv
         if quantizer.tile is None:
+            data, fields["_scale_inv"] = te_layout(copy, quantizer, columnwise)
             fields["_transpose" if columnwise else "_data"] = data
-            fields["_scale_inv"] = scale
             continue
         if not isinstance(quantizer, Float8BlockQuantizer):
-            scale = spread_rows(scale, as_matrix(data).shape[0], quantizer.tile[0]).view(torch.uint8)
-        flipped = isinstance(quantizer, MXFP8Quantizer) and columnwise
-        if flipped or (isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 1):
-            scale = scale.t()
-        fields[f"_{name}_data"] = data.t() if flipped else data
-        fields[f"_{name}_scale_inv"] = scale
+            scale = spread_rows(copy.scale_inv, as_matrix(copy.data).shape[0], quantizer.tile[0]).view(torch.uint8)
+            copy = copy._replace(scale_inv=scale)
+        fields[f"_{name}_data"], fields[f"_{name}_scale_inv"] = te_layout(copy, quantizer, columnwise)
         if copy.amax is not None:
             fields[f"_amax_{name}"] = copy.amax
     return fields

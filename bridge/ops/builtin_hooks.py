@@ -19,8 +19,9 @@ def _requires_grad(params: dict[str, Any], needed: bool) -> OpRequiresGrad:
     return OpRequiresGrad(any=needed, input=needed, params=flags)
 
 
-def _context(saved: Any, params: dict[str, Any]) -> BackwardContext:
-    return BackwardContext(saved, _requires_grad(params, True), {}, None, (), resolve_backend("auto"), None)
+def _context(saved: Any, params: dict[str, Any], device: torch.device) -> BackwardContext:
+    backend = resolve_backend("auto", device.type)
+    return BackwardContext(saved, _requires_grad(params, True), {}, None, (), backend, None)
 
 
 def run_op_forward(
@@ -31,14 +32,14 @@ def run_op_forward(
         "params": params,
         "state": {},
         "requires_grad": _requires_grad(params, ctx.requires_grad),
-        "backend": resolve_backend("auto"),
+        "backend": resolve_backend("auto", input_.device.type),
     }
     names = op.provided_names
     args = op.resolve_fwd_args(input_, **{k: v for k, v in provided.items() if k in names}, **kwargs)  # type: ignore[attr-defined]
     result = op.forward_impl(args)  # type: ignore[attr-defined]
     result = result if type(result) is FwdResult else FwdResult(*result)
     if ctx.requires_grad:
-        filled = te_from_native(op, module, _context(op.setup_context(args, result.aux), params))
+        filled = te_from_native(op, module, _context(op.setup_context(args, result.aux), params, input_.device))
         ctx.save_for_backward(*filled.saved_tensors)
         for name, value in filled.attributes().items():
             setattr(ctx, name, value)
@@ -55,7 +56,7 @@ def run_op_backward(
         setattr(forward, name, value)
     # ops whose saved tensors depend on the shape of the input have a gradient of that shape
     native = native_from_te(op, module, params, forward, grad_output)
-    args = op.resolve_bwd_args(_context(native, params), grad_output)  # type: ignore[attr-defined]
+    args = op.resolve_bwd_args(_context(native, params, grad_output.device), grad_output)  # type: ignore[attr-defined]
     result = op.backward_impl(args)  # type: ignore[attr-defined]
     result = result if type(result) is BwdResult else BwdResult(result[0], tuple(result[1:]))
     return grad_output if result.grad_input is None else result.grad_input, result.grad_params

@@ -71,7 +71,7 @@ class QuantizerView:
             return tensor
         cast: QuantizedTensor
         with torch.no_grad():
-            cast, amax = kernels(resolve_backend("auto")).quantize(tensor, self.bound)
+            cast, amax = kernels(resolve_backend("auto", tensor.device.type)).quantize(tensor, self.bound)
             if amax is not None:
                 self._observe(amax)
         return cast

@@ -23,6 +23,8 @@ from functional_te.quantization.recipes import Recipe, Role, as_recipe
 
 __all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan", "traced_plan"]
 
+# name or "auto", and the device type or None
+BackendChoice = tuple[str, str | None]
 # (main input, parameters of each op in the order of param_names, public extra inputs)
 GradPattern = tuple[bool, tuple[tuple[bool, ...], ...], tuple[bool, ...]]
 
@@ -36,6 +38,7 @@ class Plan:
         recipe: the recipe, or None for high precision.
         requires_grad: the pattern it was made for.
         backend: name of the kernel backend.
+        traceable: whether a compiler can trace through its kernels.
         compute_dtype: the dtype that autocast asks for, or None.
         fusions: the rules it was made with.
         forward: steps in the order they run.
@@ -58,6 +61,7 @@ class Plan:
     recipe: Recipe | None
     requires_grad: GradPattern
     backend: str
+    traceable: bool
     compute_dtype: torch.dtype | None
     fusions: Fusions
     forward: tuple[ForwardStep, ...]
@@ -89,6 +93,7 @@ def plan(
     backend: str = "auto",
     compute_dtype: torch.dtype | None = None,
     fusions: Fusions | None = None,
+    device: torch.device | str | None = None,
 ) -> Plan:
     """The plan of a chain. Cached: a second call with equal values is a dictionary look-up.
 
@@ -99,25 +104,27 @@ def plan(
         backend: ``"auto"`` or the name of a kernel backend.
         compute_dtype: dtype of products, norms and activations under autocast; None follows the parameters.
         fusions: the rules to use; None means :func:`default_fusions`, ``Fusions()`` means none.
+        device: where the chain will run, which ``"auto"`` depends on; None is the CPU.
 
     Raises:
         TypeError: ``recipe`` is no recipe, or the pattern is malformed.
-        ValueError: an unknown backend, or a pattern that does not fit the chain.
+        ValueError: an unknown backend or one that cannot run there, or a pattern that does not fit the chain.
     """
     block = as_chain(block)
     if fusions is not None and not isinstance(fusions, Fusions):
         raise type_error("plan", "fusions", "None or a Fusions", type(fusions).__name__)
+    kind = None if device is None else device.type if isinstance(device, torch.device) else torch.device(device).type
     if torch.compiler.is_compiling():
-        return traced_plan(block, recipe, requires_grad, backend, compute_dtype, fusions)
+        return traced_plan(block, recipe, requires_grad, (backend, kind), compute_dtype, fusions)
     recipe = recipe if recipe is None or isinstance(recipe, Recipe) else as_recipe(recipe)
-    return _find(block, recipe, requires_grad, backend, compute_dtype, fusions)
+    return _find(block, recipe, requires_grad, (backend, kind), compute_dtype, fusions)
 
 
 def _find(
     block: Chain,
     recipe: Recipe | None,
     requires_grad: bool | GradPattern,
-    backend: str,
+    backend: BackendChoice,
     compute_dtype: torch.dtype | None,
     fusions: Fusions | None,
 ) -> Plan:
@@ -143,15 +150,16 @@ def _find_while_traced(uids: str, requires_grad: Any, compute_dtype: Any) -> str
     """Find or make a plan, for real while a caller is traced.
 
     Args:
-        uids: ``chain/recipe/fusions/backend``, the first three by :attr:`Value.uid`.
+        uids: ``chain/recipe/fusions/backend/device type``, the first three by :attr:`Value.uid`.
         requires_grad: the pattern.
         compute_dtype: the dtype that autocast asks for, or None.
 
     Returns:
         The name of the plan in the table.
     """
-    block, recipe, fusions, backend = uids.split("/")
-    plan = _find(value_of(block), value_of(recipe), requires_grad, backend, compute_dtype, value_of(fusions))
+    block, recipe, fusions, backend, device = uids.split("/")
+    choice = (backend, device or None)
+    plan = _find(value_of(block), value_of(recipe), requires_grad, choice, compute_dtype, value_of(fusions))
     for function in on_traced_plan:
         function(plan)
     name = f"plan_{uids}_{requires_grad}_{compute_dtype}".replace(".", "_")
@@ -163,7 +171,7 @@ def traced_plan(
     block: Chain,
     recipe: Recipe | None,
     requires_grad: bool | GradPattern,
-    backend: str,
+    backend: BackendChoice,
     compute_dtype: torch.dtype | None,
     fusions: Fusions | None,
 ) -> Plan:
@@ -171,7 +179,7 @@ def traced_plan(
     if recipe is not None and not isinstance(recipe, Recipe):
         fix = "Inside compiled code translate other recipes first: fte.recipes.as_recipe()."
         raise type_error("plan", "recipe", "None or a recipe of functional_te.recipes", kind_of(recipe), fix)
-    uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend}"
+    uids = f"{block.uid}/{uid_of(recipe)}/{uid_of(fusions)}/{backend[0]}/{backend[1] or ''}"
     return getattr(_traced, _find_while_traced(uids, requires_grad, compute_dtype))
 
 
@@ -269,12 +277,12 @@ def _make(
     block: Chain,
     recipe: Recipe | None,
     pattern: GradPattern,
-    backend: str,
+    choice: BackendChoice,
     compute_dtype: torch.dtype | None,
     rules: Fusions,
 ) -> Plan:
     _check_pattern(block, pattern)
-    backend = resolve_backend(backend)
+    backend = resolve_backend(*choice)
     flow = _grad_flow(block, pattern)
     forward_quantizers = _quantizers(block, recipe, "forward")
     backward_quantizers = _quantizers(block, recipe, "backward")
@@ -295,6 +303,7 @@ def _make(
         recipe=recipe,
         requires_grad=pattern,
         backend=backend,
+        traceable=kernels(backend).traceable,
         compute_dtype=compute_dtype,
         fusions=rules,
         forward=tuple(_forward_step(block, op, indices, flow, forward_casts, static) for op, indices in forward),

@@ -1,30 +1,59 @@
-"""The table of kernel backends and how a name is resolved.
+"""What a kernel backend is: one record of functions, and how a producer ends.
 
-A backend is a record of functions. A plan resolves ``"auto"`` once, to the name that ends up in every argument
-bundle; an op then reads its functions from the record of that name.
+Every backend provides the unfused parts: float32 math, casts, products. It may also have *fused* kernels that do in one
+step what a producer does: the math, the rounding, the cast with both copies, the amax, a bias gradient. Ops call the
+methods of the record; a method uses the fused kernel where there is one that takes the case, and composes the same from
+the parts otherwise. So a backend grows kernel by kernel, and the parts stay the specification.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from functional_te._errors import value_error
-from functional_te.kernels import reference
+import torch
 
-__all__ = ["BACKENDS", "Backend", "kernels", "observing", "resolve_backend"]
+from functional_te.kernels import reference
+from functional_te.quantization.tensor import BoundQuantizer
+
+__all__ = ["REFERENCE", "Backend", "Fused"]
+
+Stored = tuple[Any, torch.Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Fused kernels of a backend: functions with the arguments of the method of :class:`Backend` of the same name.
+
+    None: there is none. A function that returns None does not take the case.
+    """
+
+    activation: Callable[..., Any] | None = None
+    activation_grad: Callable[..., Any] | None = None
+    cast_bias: Callable[..., Any] | None = None
+    rms_norm: Callable[..., Any] | None = None
+    rms_norm_grad: Callable[..., Any] | None = None
+    layer_norm: Callable[..., Any] | None = None
+    layer_norm_grad: Callable[..., Any] | None = None
+    dropout: Callable[..., Any] | None = None
+    close_step: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The kernels every backend provides, by the math they do. :mod:`functional_te.kernels.reference` documents each.
+    """The kernels of one backend. :mod:`functional_te.kernels.reference` documents the functions that are fields.
+
+    In the methods ``bound`` is the quantizer that a result is cast with, or None; ``dtype`` is the dtype that it is
+    rounded to, nominally if it is cast; a *stored* result is a tensor of ``dtype`` or a quantized tensor; an amax is
+    float32 ``[1]``, or None where nothing is observed.
 
     Attributes:
         name: how the user asks for it.
         transposed_copies: whether products read transposed copies that are mere transposes, as a GPU without other
             FP8 layouts must.
+        traceable: whether a compiler can trace through the kernels. If not, ops that run them are opaque to it.
+        fused: the fused kernels.
     """
 
     name: str
@@ -45,10 +74,205 @@ class Backend:
     adaptive_layer_norm_backward: Callable[..., Any]
     l2_norm_forward: Callable[..., Any]
     l2_norm_backward: Callable[..., Any]
-    dropout: Callable[..., Any]
+    dropout_forward: Callable[..., Any]
     activation_forward: Callable[..., Any]
     activation_backward: Callable[..., Any]
+    bias_grad: Callable[..., Any]
     transposed_copies: bool = False
+    traceable: bool = True
+    fused: Fused = Fused()
+
+    def store(self, y: torch.Tensor, dtype: torch.dtype, bound: BoundQuantizer | None) -> Stored:
+        """End a producer: round ``y`` to ``dtype``, or cast it for its consumer.
+
+        A delayed-scaling cast takes the float32 result as it is; other quantizers see the value rounded to ``dtype``
+        (as Transformer Engine's kernels do).
+
+        Returns:
+            The stored tensor and the observed amax.
+        """
+        if bound is None:
+            return (y if y.dtype is dtype else y.to(dtype)), None
+        if not bound.quantizer.from_float32 and y.dtype is not dtype:
+            y = y.to(dtype)
+        stored: Stored = self.quantize(y, bound, dtype)
+        return stored
+
+    def activation(
+        self,
+        x: torch.Tensor,
+        kind: str,
+        config: tuple[float, ...] = (),
+        interleave: int = 0,
+        *,
+        dtype: torch.dtype,
+        bound: BoundQuantizer | None = None,
+    ) -> Stored:
+        """The stored activation of ``x``, and the observed amax."""
+        if self.fused.activation is not None:
+            done: Any = self.fused.activation(x, kind, config, interleave, dtype=dtype, bound=bound)
+            if done is not None:
+                return done
+        return self.store(self.activation_forward(x, kind, config, interleave), dtype, bound)
+
+    def activation_grad(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        kind: str,
+        config: tuple[float, ...] = (),
+        interleave: int = 0,
+        *,
+        dtype: torch.dtype,
+        bound: BoundQuantizer | None = None,
+        needs_bias: bool | None = None,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+        """The stored gradient of ``x``, the observed amax, and the gradient of a bias that was added to ``x``.
+
+        ``needs_bias`` is None if there was no such bias. If there was, the gradient is rounded to ``dtype`` before it
+        is cast, because it is a tensor of its own in an unfused chain.
+        """
+        how = (dy, x, kind, config, interleave)
+        if needs_bias is False:
+            return *self.store(self.activation_grad(*how, dtype=dtype)[0], dtype, bound), None
+        if self.fused.activation_grad is not None:
+            done: Any = self.fused.activation_grad(*how, dtype=dtype, bound=bound, needs_bias=needs_bias is True)
+            if done is not None:
+                return done
+        dx: torch.Tensor = self.activation_backward(*how)
+        if needs_bias is None:
+            return *self.store(dx, dtype, bound), None
+        dx = dx if dx.dtype is dtype else dx.to(dtype)
+        return *self.store(dx, dtype, bound), self.bias_grad(dx)
+
+    def cast_bias(
+        self, dy: torch.Tensor, bound: BoundQuantizer, *, needs_bias: bool = True
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+        """The cast of ``dy``, the observed amax, and the gradient of a bias whose output's gradient ``dy`` is."""
+        if self.fused.cast_bias is not None:
+            done: Any = self.fused.cast_bias(dy, bound, dtype=dy.dtype, needs_bias=needs_bias)
+            if done is not None:
+                return done
+        return *self.quantize(dy, bound), self.bias_grad(dy) if needs_bias else None
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        zero_centered_gamma: bool,
+        dtype: torch.dtype,
+        bound: BoundQuantizer | None = None,
+        add: torch.Tensor | None = None,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """The stored RMSNorm of ``x`` or of ``add + x``, the observed amax, ``rstd``, and the sum or None."""
+        how: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma}
+        if self.fused.rms_norm is not None:
+            done: Any = self.fused.rms_norm(x, weight, **how, dtype=dtype, bound=bound, add=add)
+            if done is not None:
+                return done
+        total = None
+        if add is None:
+            y, rstd = self.rms_norm_forward(x, weight, **how)
+        else:
+            total, y, rstd = self.add_rms_norm_forward(x, add, weight, **how)
+        return *self.store(y, dtype, bound), rstd, total
+
+    def rms_norm_grad(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        rstd: torch.Tensor,
+        *,
+        zero_centered_gamma: bool,
+        dtype: torch.dtype,
+        add: torch.Tensor | None = None,
+        needs_input: bool = True,
+        needs_weight: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``dx`` in ``dtype`` and ``dweight`` in the weight's dtype."""
+        how: dict[str, Any] = {
+            "zero_centered_gamma": zero_centered_gamma,
+            "add": add,
+            "needs_input": needs_input,
+            "needs_weight": needs_weight,
+        }
+        if self.fused.rms_norm_grad is not None:
+            done: Any = self.fused.rms_norm_grad(dy, x, weight, rstd, **how, dtype=dtype)
+            if done is not None:
+                return done
+        dx, dweight = self.rms_norm_backward(dy, x, weight, rstd, **how)
+        return _rounded(dx, dtype), _rounded(dweight, weight.dtype)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        *,
+        eps: float,
+        zero_centered_gamma: bool,
+        dtype: torch.dtype,
+        bound: BoundQuantizer | None = None,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """The stored LayerNorm of ``x``, the observed amax, ``mean`` and ``rstd``."""
+        how: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma}
+        if self.fused.layer_norm is not None:
+            done: Any = self.fused.layer_norm(x, weight, bias, **how, dtype=dtype, bound=bound)
+            if done is not None:
+                return done
+        y, mean, rstd = self.layer_norm_forward(x, weight, bias, **how)
+        return *self.store(y, dtype, bound), mean, rstd
+
+    def layer_norm_grad(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+        *,
+        zero_centered_gamma: bool,
+        dtype: torch.dtype,
+        needs_input: bool = True,
+        needs_affine: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """``dx`` in ``dtype``, ``dweight`` and ``dbias`` in the weight's dtype."""
+        how: dict[str, Any] = {
+            "zero_centered_gamma": zero_centered_gamma,
+            "needs_input": needs_input,
+            "needs_affine": needs_affine,
+        }
+        if self.fused.layer_norm_grad is not None:
+            done: Any = self.fused.layer_norm_grad(dy, x, weight, mean, rstd, **how, dtype=dtype)
+            if done is not None:
+                return done
+        dx, dweight, dbias = self.layer_norm_backward(dy, x, weight, mean, rstd, **how)
+        return _rounded(dx, dtype), _rounded(dweight, weight.dtype), _rounded(dbias, weight.dtype)
+
+    def dropout(
+        self,
+        x: torch.Tensor,
+        key: torch.Tensor | None,
+        *,
+        p: float,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``(x + bias) * keep / (1 - p) + add`` in ``dtype``."""
+        if self.fused.dropout is not None:
+            done: Any = self.fused.dropout(x, key, p=p, bias=bias, add=add, dtype=dtype)
+            if done is not None:
+                return done
+        y: torch.Tensor = self.dropout_forward(x, key, p=p, bias=bias, add=add)
+        return y if y.dtype is dtype else y.to(dtype)
+
+
+def _rounded(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return x if x is None or x.dtype is dtype else x.to(dtype)
 
 
 REFERENCE = Backend(
@@ -70,57 +294,8 @@ REFERENCE = Backend(
     adaptive_layer_norm_backward=reference.adaptive_layer_norm_backward,
     l2_norm_forward=reference.l2_norm_forward,
     l2_norm_backward=reference.l2_norm_backward,
-    dropout=reference.dropout,
+    dropout_forward=reference.dropout,
     activation_forward=reference.activation_forward,
     activation_backward=reference.activation_backward,
+    bias_grad=reference.bias_grad,
 )
-
-BACKENDS: tuple[Backend, ...] = (REFERENCE,)
-
-_BY_NAME = {backend.name: backend for backend in BACKENDS}
-
-
-def resolve_backend(name: str) -> str:
-    """The backend that ``name`` (or ``"auto"``) means.
-
-    Raises:
-        ValueError: no such backend.
-    """
-    if name == "auto":
-        return BACKENDS[-1].name
-    known = sorted(backend.name for backend in BACKENDS)
-    if name not in known:
-        raise value_error("plan", "backend", f"'auto' or one of {known}", repr(name))
-    return name
-
-
-def kernels(name: str) -> Backend:
-    """The functions of the backend called ``name``."""
-    return _BY_NAME[name]
-
-
-@contextlib.contextmanager
-def observing(name: str, on_cast: Callable[[Any, Any, Any], None]) -> Iterator[str]:
-    """A backend like ``name`` that reports every cast of a tensor that is not in groups, for the time of the context.
-
-    Args:
-        name: name of a backend.
-        on_cast: called with the values, the bound quantizer and the quantized tensor after every cast.
-
-    Yields:
-        The name of the new backend. No other context uses it, and :func:`resolve_backend` does not know it.
-    """
-    source = kernels(name)
-
-    def quantize(x: Any, bound: Any, *args: Any, **kwargs: Any) -> Any:
-        result = source.quantize(x, bound, *args, **kwargs)
-        if len(args) < 2 and kwargs.get("groups") is None:  # casts of grouped rows are no plain tensors
-            on_cast(x, bound, result[0])
-        return result
-
-    observed = f"{name}, observed by {id(quantize):#x}"
-    _BY_NAME[observed] = dataclasses.replace(source, name=observed, quantize=quantize)
-    try:
-        yield observed
-    finally:
-        del _BY_NAME[observed]

@@ -19,7 +19,6 @@ from functional_te.ops.common import (
     dense,
     quantized_spec,
     spec_store,
-    store,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer
@@ -116,8 +115,9 @@ class ActivationBackwardArgs:
 def _forward(args: ActivationForwardArgs) -> FwdResult:
     k = kernels(args.backend)
     x = dense(args.input_, args.dtype)
-    y = k.activation_forward(x, args.kind, args.config.values, args.interleave)
-    output, amax = store(k, y, args.dtype, args.output_quantizer)
+    output, amax = k.activation(
+        x, args.kind, args.config.values, args.interleave, dtype=args.dtype, bound=args.output_quantizer
+    )
     cached = k.quantize(x, INPUT_CACHE, args.dtype)[0] if args.cache_quantized_input and args.saves else None
     return FwdResult(output, cached, (), amaxes(output=amax))
 
@@ -137,17 +137,24 @@ def _setup_context(args: ActivationForwardArgs, aux: TensorOrQuantized | None) -
     return ActivationSaved(input_=args.input_ if aux is None else aux, dtype=args.dtype)
 
 
-def activation_grad(args: Any) -> torch.Tensor:
-    """Input gradient of a backward bundle, float32, before any rounding."""
-    x = dense(args.input_, args.dtype)
-    grad: torch.Tensor = kernels(args.backend).activation_backward(
-        args.grad_output, x, args.kind, args.config.values, args.interleave
+def activation_grad(
+    args: ActivationBackwardArgs, bound: BoundQuantizer | None, needs_bias: bool | None = None
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+    """Input gradient of a backward bundle, its amax, and a bias gradient; see :meth:`Backend.activation_grad`."""
+    return kernels(args.backend).activation_grad(
+        args.grad_output,
+        dense(args.input_, args.dtype),
+        args.kind,
+        args.config.values,
+        args.interleave,
+        dtype=args.dtype,
+        bound=bound,
+        needs_bias=needs_bias,
     )
-    return grad
 
 
 def _backward(args: ActivationBackwardArgs) -> BwdResult:
-    dx, amax = store(kernels(args.backend), activation_grad(args), args.dtype, args.grad_input_quantizer)
+    dx, amax, _ = activation_grad(args, args.grad_input_quantizer)
     return BwdResult(dx, (), (), amaxes(grad_input=amax))
 
 

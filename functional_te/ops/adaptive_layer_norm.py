@@ -10,7 +10,7 @@ import torch
 from functional_te import pytree
 from functional_te._errors import value_error
 from functional_te.kernels import kernels
-from functional_te.ops.common import amaxes, check_channel, check_float, check_last_dim, check_number, spec_store, store
+from functional_te.ops.common import amaxes, check_channel, check_float, check_last_dim, check_number, spec_store
 from functional_te.ops.layer_norm import LayerNormStats
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.tensor import BoundQuantizer
@@ -94,7 +94,7 @@ def adaptive_forward(args: AdaptiveLayerNormForwardArgs) -> FwdResult:
     y, mean, rstd = k.adaptive_layer_norm_forward(
         args.input_, args.scale, args.shift, eps=args.eps, batch_dim=args.batch_dim
     )
-    output, amax = store(k, y, args.input_.dtype, args.output_quantizer)
+    output, amax = k.store(y, args.input_.dtype, args.output_quantizer)
     return FwdResult(output, LayerNormStats(mean=mean, rstd=rstd), (), amaxes(output=amax))
 
 

@@ -21,7 +21,7 @@ from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRe
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
-__all__ = ["Bias", "BiasBackwardArgs", "BiasForwardArgs", "bias_grad"]
+__all__ = ["Bias", "BiasBackwardArgs", "BiasForwardArgs"]
 
 
 @pytree.bundle
@@ -49,13 +49,6 @@ class BiasBackwardArgs:
     backend: str = pytree.static(default="reference")
 
 
-def bias_grad(dy: torch.Tensor) -> torch.Tensor:
-    """Sum over the leading dimensions, accumulated in float32, in the dtype of ``dy``."""
-    if dy.dim() == 1:
-        return dy.clone()
-    return dy.reshape(-1, dy.shape[-1]).sum(0)
-
-
 def _forward(args: BiasForwardArgs) -> FwdResult:
     return FwdResult(args.input_ + args.bias)
 
@@ -65,11 +58,10 @@ def _forward_fake(args: BiasForwardArgs) -> FwdResult:
 
 
 def _backward(args: BiasBackwardArgs) -> BwdResult:
-    dy = args.grad_output
-    db = bias_grad(dy) if args.needs_bias else None
+    k = kernels(args.backend)
     if args.grad_input_quantizer is None:
-        return BwdResult(None, (db,))
-    dx, amax = kernels(args.backend).quantize(dy, args.grad_input_quantizer)
+        return BwdResult(None, (k.bias_grad(args.grad_output) if args.needs_bias else None,))
+    dx, amax, db = k.cast_bias(args.grad_output, args.grad_input_quantizer, needs_bias=args.needs_bias)
     return BwdResult(dx, (db,), (), amaxes(grad_input=amax))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from functional_te._errors import type_error, value_error
-from functional_te.kernels import Backend
 from functional_te.ops.op import FLOAT_DTYPES, Amaxes
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
@@ -29,7 +28,6 @@ __all__ = [
     "one_copy",
     "quantized_spec",
     "spec_store",
-    "store",
 ]
 
 TensorOrQuantized = torch.Tensor | QuantizedTensor
@@ -40,27 +38,8 @@ def dense(x: TensorOrQuantized, dtype: torch.dtype | None = None) -> torch.Tenso
     return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x
 
 
-def store(
-    k: Backend, y: torch.Tensor, dtype: torch.dtype, quantizer: BoundQuantizer | None
-) -> tuple[TensorOrQuantized, torch.Tensor | None]:
-    """End a producer: round ``y`` to ``dtype``, or cast it for its consumer.
-
-    A delayed-scaling cast takes the float32 result as it is; other quantizers see the value rounded to ``dtype``
-    (as Transformer Engine's kernels do).
-
-    Returns:
-        The stored tensor, and the amax that its quantizer observed or None.
-    """
-    if quantizer is None:
-        return (y if y.dtype is dtype else y.to(dtype)), None
-    if not quantizer.quantizer.from_float32 and y.dtype is not dtype:
-        y = y.to(dtype)
-    stored: tuple[TensorOrQuantized, torch.Tensor | None] = k.quantize(y, quantizer, dtype)
-    return stored
-
-
 def spec_store(spec: TensorSpec, dtype: torch.dtype, quantizer: BoundQuantizer | None) -> tuple[Any, TensorSpec | None]:
-    """The twin of :func:`store` over :class:`TensorSpec`."""
+    """The twin of :meth:`functional_te.kernels.Backend.store` over :class:`TensorSpec`."""
     if quantizer is None:
         return spec.with_(dtype=dtype), None
     return quantized_spec(spec.with_(dtype=dtype), quantizer)

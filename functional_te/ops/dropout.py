@@ -67,7 +67,7 @@ class DropoutBackwardArgs:
 def _forward(args: DropoutForwardArgs) -> FwdResult:
     if args.key is None:
         return FwdResult(args.input_.to(args.dtype, copy=True))
-    return FwdResult(kernels(args.backend).dropout(args.input_, args.key, p=args.p).to(args.dtype))
+    return FwdResult(kernels(args.backend).dropout(args.input_, args.key, p=args.p, dtype=args.dtype))
 
 
 def _forward_fake(args: Any) -> FwdResult:
@@ -82,8 +82,7 @@ def dropout_context(args: DropoutForwardArgs, aux: Any) -> DropoutSaved:
 
 def dropout_grad(args: DropoutBackwardArgs) -> torch.Tensor:
     """Input gradient of a backward bundle with a key, in the dtype of the bundle."""
-    grad: torch.Tensor = kernels(args.backend).dropout(args.grad_output, args.key, p=args.p)
-    return grad if grad.dtype is args.dtype else grad.to(args.dtype)
+    return kernels(args.backend).dropout(args.grad_output, args.key, p=args.p, dtype=args.dtype)
 
 
 def _backward(args: DropoutBackwardArgs) -> BwdResult:

@@ -16,7 +16,6 @@ from functional_te.ops.common import (
     check_param,
     normalized_shape_of,
     spec_store,
-    store,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.tensor import BoundQuantizer
@@ -96,10 +95,15 @@ class LayerNormBackwardArgs:
 
 def _forward(args: LayerNormForwardArgs) -> FwdResult:
     k = kernels(args.backend)
-    y, mean, rstd = k.layer_norm_forward(
-        args.input_, args.weight, args.bias, eps=args.eps, zero_centered_gamma=args.zero_centered_gamma
+    output, amax, mean, rstd = k.layer_norm(
+        args.input_,
+        args.weight,
+        args.bias,
+        eps=args.eps,
+        zero_centered_gamma=args.zero_centered_gamma,
+        dtype=args.dtype,
+        bound=args.output_quantizer,
     )
-    output, amax = store(k, y, args.dtype, args.output_quantizer)
     return FwdResult(output, LayerNormStats(mean=mean, rstd=rstd), (), amaxes(output=amax))
 
 
@@ -115,21 +119,18 @@ def _setup_context(args: LayerNormForwardArgs, aux: LayerNormStats) -> LayerNorm
 
 
 def _backward(args: LayerNormBackwardArgs) -> BwdResult:
-    dx, dw, db = kernels(args.backend).layer_norm_backward(
+    dx, dw, db = kernels(args.backend).layer_norm_grad(
         args.grad_output,
         args.input_,
         args.weight,
         args.stats.mean,
         args.stats.rstd,
         zero_centered_gamma=args.zero_centered_gamma,
+        dtype=args.grad_output.dtype,
         needs_input=args.needs_input,
         needs_affine=args.needs_weight or args.needs_bias,
     )
-    dtype = args.weight.dtype
-    return BwdResult(
-        dx.to(args.grad_output.dtype) if args.needs_input else None,
-        (dw.to(dtype) if args.needs_weight else None, db.to(dtype) if args.needs_bias else None),
-    )
+    return BwdResult(dx, (dw if args.needs_weight else None, db if args.needs_bias else None))
 
 
 def _backward_fake(args: LayerNormBackwardArgs) -> BwdResult:

@@ -18,7 +18,6 @@ from functional_te.ops.common import (
     check_param,
     check_size,
     spec_store,
-    store,
 )
 from functional_te.ops.op import (
     BackwardContext,
@@ -57,7 +56,7 @@ def _forward(args: LinearForwardArgs) -> FwdResult:
     if reduces(args.tensor_parallel, "row"):
         y = tp_reduce(y, args.tensor_parallel)  # type: ignore[arg-type]
     if args.output_quantizer is not None:
-        y, amax = store(k, y, args.dtype, args.output_quantizer)
+        y, amax = k.store(y, args.dtype, args.output_quantizer)
         observed = amaxes(observed, output=amax)
     return FwdResult(y, aux, (), observed)
 

@@ -14,7 +14,6 @@ from functional_te.ops.common import (
     one_copy,
     quantized_spec,
     spec_store,
-    store,
 )
 from functional_te.ops.op import (
     FLOAT_DTYPES,
@@ -217,7 +216,7 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
         if reduces(tp, "column"):
             dx = tp_reduce(dx, tp)
         if args.grad_input_quantizer is not None:
-            dx, amax = store(k, dx, args.dtype, args.grad_input_quantizer)
+            dx, amax = k.store(dx, args.dtype, args.grad_input_quantizer)
             observed = amaxes(observed, grad_input=amax)
     if args.input_ is not None:
         x = args.input_

@@ -16,7 +16,6 @@ from functional_te.ops.common import (
     check_param,
     normalized_shape_of,
     spec_store,
-    store,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.tensor import BoundQuantizer
@@ -86,8 +85,14 @@ class RMSNormBackwardArgs:
 
 def _forward(args: RMSNormForwardArgs) -> FwdResult:
     k = kernels(args.backend)
-    y, rstd = k.rms_norm_forward(args.input_, args.weight, eps=args.eps, zero_centered_gamma=args.zero_centered_gamma)
-    output, amax = store(k, y, args.dtype, args.output_quantizer)
+    output, amax, rstd, _ = k.rms_norm(
+        args.input_,
+        args.weight,
+        eps=args.eps,
+        zero_centered_gamma=args.zero_centered_gamma,
+        dtype=args.dtype,
+        bound=args.output_quantizer,
+    )
     return FwdResult(output, rstd, (), amaxes(output=amax))
 
 
@@ -104,21 +109,20 @@ def _setup_context(args: RMSNormForwardArgs, aux: torch.Tensor) -> RMSNormSaved:
 
 def rms_norm_backward(args: RMSNormBackwardArgs) -> BwdResult:
     """Gradients ``dx`` (plus ``add``) and ``dweight``, in the dtypes of the incoming gradient and the weight."""
-    dx, dw = kernels(args.backend).rms_norm_backward(
-        args.grad_output,
+    dy = args.grad_output
+    assert dy is not None
+    dx, dw = kernels(args.backend).rms_norm_grad(
+        dy,
         args.input_,
         args.weight,
         args.rstd,
         zero_centered_gamma=args.zero_centered_gamma,
+        dtype=dy.dtype,
         add=args.add,
         needs_input=args.needs_input,
         needs_weight=args.needs_weight,
     )
-    dtype = args.grad_output.dtype  # type: ignore[union-attr]
-    return BwdResult(
-        dx if dx is None or dx.dtype is dtype else dx.to(dtype),
-        (dw if dw is None or dw.dtype is args.weight.dtype else dw.to(args.weight.dtype),),
-    )
+    return BwdResult(dx, (dw,))
 
 
 def rms_norm_backward_fake(args: RMSNormBackwardArgs) -> BwdResult:

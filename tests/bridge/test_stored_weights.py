@@ -11,7 +11,7 @@ import torch
 import bridge
 import functional_te as fte
 from bridge import ops
-from functional_te.kernels import backend
+from functional_te.kernels import registry as backend
 from functional_te.quantization import Float8CurrentScalingQuantizer, NVFP4Quantizer
 from functional_te.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Role
 from tests.every_recipe import VARIANTS, WHOLE

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 import bridge
 import functional_te as fte
 from bridge import ops
-from functional_te.kernels import backend
+from functional_te.kernels import registry as backend
 from functional_te.quantization import CachedWeight, QuantizedTensor
 from functional_te.recipes import (
     DelayedScaling,

@@ -9,11 +9,9 @@ import torch
 
 from functional_te import pytree
 from functional_te.fuser.rule import FusionRule, Slot
-from functional_te.kernels import kernels
 from functional_te.ops import Activation, BackwardContext, Bias, BwdResult, FusedOp, Op
 from functional_te.ops.activation import ActivationBackwardArgs, activation_grad
-from functional_te.ops.bias import bias_grad
-from functional_te.ops.common import amaxes, spec_store, store
+from functional_te.ops.common import amaxes, spec_store
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
@@ -31,10 +29,7 @@ class ActivationBiasBackwardArgs:
 
 def _backward(args: ActivationBiasBackwardArgs) -> BwdResult:
     act = args.activation
-    dy = activation_grad(act)
-    dy = dy if dy.dtype is act.dtype else dy.to(act.dtype)
-    db = bias_grad(dy) if args.needs_bias else None
-    dx, amax = store(kernels(act.backend), dy, act.dtype, args.grad_input_quantizer)
+    dx, amax, db = activation_grad(act, args.grad_input_quantizer, args.needs_bias)
     return BwdResult(dx, ((db,), ()), (), amaxes(grad_input=amax))
 
 

@@ -11,7 +11,6 @@ from functional_te import pytree
 from functional_te.fuser.rule import FusionRule, Slot
 from functional_te.kernels import kernels
 from functional_te.ops import BackwardContext, Bias, BwdResult, Dropout, FusedOp, Op
-from functional_te.ops.bias import bias_grad
 from functional_te.ops.common import amaxes, quantized_spec
 from functional_te.ops.dropout import DropoutBackwardArgs, dropout_grad
 from functional_te.quantization.tensor import BoundQuantizer
@@ -32,11 +31,11 @@ def _backward(args: BiasDropoutBackwardArgs) -> BwdResult:
     own = args.dropout
     dropped = own.key is not None
     dy = dropout_grad(own) if dropped else own.grad_output
-    db = bias_grad(dy) if args.needs_bias else None
+    k = kernels(own.backend)
     if args.grad_input_quantizer is None:
         # a dropout that kept everything passes its gradient on
-        return BwdResult(dy if dropped else None, ((db,), ()))
-    dx, amax = kernels(own.backend).quantize(dy, args.grad_input_quantizer)
+        return BwdResult(dy if dropped else None, ((k.bias_grad(dy) if args.needs_bias else None,), ()))
+    dx, amax, db = k.cast_bias(dy, args.grad_input_quantizer, needs_bias=args.needs_bias)
     return BwdResult(dx, ((db,), ()), (), amaxes(grad_input=amax))
 
 

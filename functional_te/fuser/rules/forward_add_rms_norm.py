@@ -11,7 +11,7 @@ from functional_te import pytree
 from functional_te.fuser.rule import FusionRule, Slot
 from functional_te.kernels import kernels
 from functional_te.ops import AddExtraInput, FusedOp, FwdResult, MakeExtraOutput, Op, OpRequiresGrad, RMSNorm
-from functional_te.ops.common import amaxes, spec_store, store
+from functional_te.ops.common import amaxes, spec_store
 from functional_te.ops.rms_norm import RMSNormForwardArgs, RMSNormSaved
 from functional_te.quantization.tensor import BoundQuantizer
 
@@ -29,10 +29,16 @@ class AddRMSNormArgs:
 def _forward(args: AddRMSNormArgs) -> FwdResult:
     norm = args.norm
     k = kernels(norm.backend)
-    total, y, rstd = k.add_rms_norm_forward(
-        norm.input_, args.extra, norm.weight, eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma
+    output, amax, rstd, total = k.rms_norm(
+        norm.input_,
+        norm.weight,
+        eps=norm.eps,
+        zero_centered_gamma=norm.zero_centered_gamma,
+        dtype=norm.dtype,
+        bound=norm.output_quantizer,
+        add=args.extra,
     )
-    output, amax = store(k, y, norm.dtype, norm.output_quantizer)
+    assert total is not None
     return FwdResult(output, rstd, ((), (total,), ()), amaxes(output=amax))
 
 

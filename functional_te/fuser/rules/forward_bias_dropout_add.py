@@ -27,8 +27,10 @@ class BiasDropoutAddArgs:
 
 def _forward(args: BiasDropoutAddArgs) -> FwdResult:
     own = args.dropout
-    y = kernels(own.backend).dropout(own.input_, own.key, p=own.p, bias=args.bias, add=args.extra)
-    return FwdResult(y.to(torch.promote_types(args.extra.dtype, own.dtype)))
+    dtype = torch.promote_types(args.extra.dtype, own.dtype)
+    return FwdResult(
+        kernels(own.backend).dropout(own.input_, own.key, p=own.p, dtype=dtype, bias=args.bias, add=args.extra)
+    )
 
 
 def _forward_fake(args: Any) -> FwdResult:

@@ -13,7 +13,7 @@ from functional_te.fuser.rule import FusionRule, Slot, Window
 from functional_te.kernels import kernels
 from functional_te.ops import Activation, BasicLinear, Bias, FusedOp, FwdResult, Op, OpRequiresGrad
 from functional_te.ops.activation import INPUT_CACHE, ActivationSaved
-from functional_te.ops.common import TensorOrQuantized, amaxes, quantized_spec, spec_store, store
+from functional_te.ops.common import TensorOrQuantized, amaxes, quantized_spec, spec_store
 from functional_te.ops.products import (
     LinearForwardArgs,
     LinearSaved,
@@ -65,8 +65,11 @@ def _forward(args: LinearBiasActivationArgs) -> FwdResult:
     if args.activation:
         if args.saves_activation:
             kept = k.quantize(y, INPUT_CACHE, args.dtype)[0] if args.cache_quantized_input else y
-        y = k.activation_forward(y, args.activation, args.config.values, args.interleave)
-    output, amax = store(k, y, args.dtype, args.output_quantizer)
+        output, amax = k.activation(
+            y, args.activation, args.config.values, args.interleave, dtype=args.dtype, bound=args.output_quantizer
+        )
+    else:
+        output, amax = k.store(y, args.dtype, args.output_quantizer)
     return FwdResult(output, (aux, kept), (), amaxes(observed, output=amax))
 
 

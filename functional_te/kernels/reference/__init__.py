@@ -5,6 +5,7 @@ from functional_te.kernels.reference.adaptive_layer_norm import (
     adaptive_layer_norm_backward,
     adaptive_layer_norm_forward,
 )
+from functional_te.kernels.reference.bias import bias_grad
 from functional_te.kernels.reference.dropout import dropout
 from functional_te.kernels.reference.gemm import gemm_nn, gemm_nt, gemm_tn
 from functional_te.kernels.reference.grouped import grouped_nn, grouped_nt, grouped_sum, grouped_tn
@@ -24,6 +25,7 @@ __all__ = [
     "adaptive_layer_norm_backward",
     "adaptive_layer_norm_forward",
     "add_rms_norm_forward",
+    "bias_grad",
     "dropout",
     "gemm_nn",
     "gemm_nt",

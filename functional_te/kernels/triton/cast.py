@@ -1,0 +1,134 @@
+"""Casts of whole tensors: amax, cast, transposed cast and bias gradient over one reading of the tensor per pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
+from functional_te.kernels.triton.launch import blocks, launch
+from functional_te.kernels.triton.sizes import tile_size
+from functional_te.kernels.triton.tile import Target, offsets, store_tile, target
+from functional_te.quantization.cast import quantize_bound
+from functional_te.quantization.groups import GroupLayout
+from functional_te.quantization.quantizer import as_matrix
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+
+__all__ = ["cast_bias", "quantize"]
+
+
+@triton.jit
+def _cast_kernel(
+    x,
+    bias,
+    partials,
+    M,
+    N,
+    row_data,
+    row_scale,
+    col_data,
+    col_scale,
+    amax,
+    scale,
+    BIAS: tl.constexpr,
+    END: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    ROUND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    across = tl.maximum(tl.cdiv(N, BN), 1)
+    tile = tl.program_id(0)
+    top, left = (tile // across) * BM, (tile % across) * BN
+    row = top + tl.arange(0, BM)
+    col = left + tl.arange(0, BN)
+    inside = (row < M)[:, None] & (col < N)[None, :]
+    y = tl.load(x + offsets(row, col, N), mask=inside, other=0.0).to(tl.float32)
+    y = round_and_sum(y, row, col, M, N, bias, partials, BIAS, END)
+    store_tile(
+        y,
+        row,
+        col,
+        top,
+        left,
+        M,
+        N,
+        row_data,
+        row_scale,
+        col_data,
+        col_scale,
+        amax,
+        scale,
+        END,
+        ROWWISE,
+        COLUMNWISE,
+        ROUND,
+        LIMIT,
+        EPSILON,
+        POWER_OF_2,
+        OVERFLOW,
+    )
+
+
+def quantize(
+    x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype | None = None, groups: GroupLayout | None = None
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """:func:`functional_te.quantization.cast.quantize_bound`, in a kernel (current scaling: two) if there is one."""
+    made = None
+    if groups is None and not bound.quantizer.stochastic:
+        made = target(tuple(x.shape), x.dtype, bound, x.device)  # the values are cast as they are, whatever dtype says
+    if made is None:
+        return quantize_bound(x, bound, dtype, groups)
+    _cast(x, made, None)
+    return dataclasses.replace(made, dtype=x.dtype if dtype is None else dtype).result()
+
+
+def cast_bias(
+    dy: torch.Tensor, bound: BoundQuantizer, *, dtype: torch.dtype, needs_bias: bool = True
+) -> tuple[QuantizedTensor, torch.Tensor | None, torch.Tensor | None] | None:
+    """Cast a gradient and sum it over its leading dimensions, from one reading (current scaling: two).
+
+    Args:
+        dy: float32, float16 or bfloat16 ``[..., n]`` of any strides.
+        bound: how it is cast.
+        dtype: nominal dtype of the result; with ``needs_bias`` the values are rounded to it first.
+        needs_bias: whether the sums are wanted.
+
+    Returns:
+        The cast; the observed amax (float32 ``[1]``) or None; the bias gradient ``[n]``, float32 sums rounded to
+        ``dtype``, or None. None for a format without a kernel.
+    """
+    made = target(tuple(dy.shape), dtype, bound, dy.device)
+    if made is None:
+        return None
+    bias = None
+    if needs_bias:
+        bias = torch.empty(dy.shape[-1] if dy.dim() else 1, dtype=dtype, device=dy.device)
+    _cast(dy, made, bias)
+    return (*made.result(), bias)
+
+
+def _cast(x: torch.Tensor, made: Target, bias: torch.Tensor | None) -> None:
+    """Fill what ``made`` allocated from ``x``, and ``bias [N]`` with column sums."""
+    matrix = as_matrix(x).contiguous()
+    rows, cols = matrix.shape
+    case = "cast" if bias is None else "cast_bias"
+    bm, bn, warps = tile_size(f"{case}_block" if made.blocks else case, rows, cols)
+    partials = matrix
+    if bias is not None:
+        partials = torch.empty((blocks(rows, bm), cols), dtype=torch.float32, device=x.device)
+    constants = dict(**made.constants, BIAS=bias is not None, BM=bm, BN=bn, num_warps=warps)
+    grid = (blocks(rows, bm) * blocks(cols, bn),)
+    arguments = (matrix, matrix if bias is None else bias, partials, rows, cols, *made.arguments)
+    for end in made.ends:
+        launch(_cast_kernel, grid, matrix, *arguments, END=end, **constants)
+    if bias is not None:
+        sum_rows(partials, bias)

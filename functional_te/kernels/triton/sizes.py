@@ -1,0 +1,138 @@
+"""Tiles of the kernels, by case: the one place to change after measuring.
+
+``python -m tests.benchmarks.gpu.sweep`` measures them on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["TILES", "NormGrad", "NormPass", "norm_grad_sizes", "norm_passes", "tile_size"]
+
+# Rows, columns and warps of a tile. Rows of 128 columns are written in whole cache lines, and 64 or more rows make
+# whole sectors of the transposed copy. Cases ending in "_block" have tiles of one block, 128 by 128.
+TILES: dict[str, tuple[int, int, int]] = {
+    "cast": (64, 128, 4),
+    "cast_block": (128, 128, 8),
+    "cast_bias": (64, 128, 4),
+    "cast_bias_block": (128, 128, 8),
+    "activation": (64, 128, 4),
+    "activation_block": (128, 128, 8),
+    "activation_grad": (64, 128, 4),
+    "activation_grad_block": (128, 128, 8),
+    "gated": (32, 128, 4),
+    "gated_block": (128, 128, 8),
+    "gated_grad": (32, 128, 8),
+    "gated_grad_block": (128, 128, 16),
+    "sum_rows": (32, 32, 4),
+    "dropout": (8, 1024, 4),
+}
+
+
+def tile_size(case: str, rows: Any, cols: Any) -> tuple[int, int, int]:
+    """Rows, columns and warps of a tile.
+
+    Args:
+        case: a key of :data:`TILES`.
+        rows, cols: sizes of the matrix. One may be symbolic; only an int may decide anything.
+    """
+    del rows, cols  # one tile per case so far
+    return TILES[case]
+
+
+class NormPass(NamedTuple):
+    """One pass of a norm's forward.
+
+    Attributes:
+        statistics: whether it computes the statistics of its rows.
+        normalize: whether it writes results, or observes them.
+        rows: rows of a program.
+        cols: columns of a tile.
+        width: columns of a program, a multiple of ``cols``.
+        lanes: columns read at once for the statistics.
+        warps: warps of a program.
+    """
+
+    statistics: bool
+    normalize: bool
+    rows: int
+    cols: int
+    width: Any
+    lanes: int
+    warps: int
+
+
+# Programs that fill a GPU: one for each of the 132 multiprocessors of an H100 or H200.
+FILL = 132
+
+
+def norm_passes(rows: Any, cols: Any, *, observes: bool, of_blocks: bool, columnwise: bool) -> tuple[NormPass, ...]:
+    """The passes of a norm over a matrix ``[rows, cols]``; a symbolic size decides nothing.
+
+    Statistics alone are of few long rows at a time: as much in flight as registers hold. A program that also writes
+    needs tall tiles only for a transposed copy: 32 rows of FP8 fill its sectors, and 16 a GPU if there are few rows;
+    yet fewer rows split their columns over programs, each of which reads the whole row for the statistics.
+
+    Args:
+        rows, cols: sizes.
+        observes: whether the first pass observes what the second casts.
+        of_blocks: whether tiles are 128 by 128. There are few programs then: statistics are a pass of their own.
+        columnwise: whether there is a transposed copy.
+    """
+    lanes = _lanes(cols, 1024)
+    high = min(4096 // lanes, 64)
+    alone = NormPass(True, observes, high, lanes, _whole(cols, lanes), lanes, 4)
+    if of_blocks:
+        return alone._replace(normalize=False), NormPass(False, True, 128, 128, 128, lanes, 16)
+    if observes or (columnwise and not isinstance(rows, int)):
+        many = not isinstance(rows, int) or not isinstance(cols, int) or rows * cols >= 64 * 128 * 2 * FILL
+        return alone, NormPass(False, True, 64 if many else 32, 128, 128, lanes, 8)
+    if not columnwise:
+        return (alone._replace(normalize=True),)
+    high = 32 if rows >= 32 * FILL else 16
+    parts = max(FILL // max(-(-rows // high), 1), 1)
+    width = 128 * max(-(-cols // (128 * parts)), 1) if isinstance(cols, int) else _whole(cols, 128)
+    return (NormPass(True, True, high, 128, width, _lanes(cols, 8192 // high), 8),)
+
+
+class NormGrad(NamedTuple):
+    """Sizes of a norm's gradient.
+
+    Attributes:
+        rows: rows of a tile.
+        cols: columns of a tile.
+        whole: whether a tile holds whole rows. If not, a kernel before finds what the gradient needs of whole rows.
+        programs: how many programs share the rows, each with a partial weight gradient.
+        warps: warps of a program.
+    """
+
+    rows: int
+    cols: int
+    whole: bool
+    programs: int
+    warps: int
+
+
+# Widest rows that a program holds in registers.
+WHOLE_ROW = 8192
+
+
+def norm_grad_sizes(rows: Any, cols: Any) -> NormGrad:
+    """The sizes of the gradient of a norm over a matrix ``[rows, cols]``; a symbolic size decides nothing."""
+    whole = isinstance(cols, int) and cols <= WHOLE_ROW
+    wide = _lanes(cols, WHOLE_ROW) if whole else 512
+    high = max(min(4096 // wide, 64), 1)
+    programs = 2 * FILL
+    if isinstance(rows, int):
+        programs = max(min(programs, -(-rows // high)), 1)
+    return NormGrad(high, wide, whole, programs, 16 if wide > 4096 else 8)
+
+
+def _lanes(cols: Any, most: int) -> int:
+    """A power of two that covers ``cols``, from 16 to ``most``."""
+    return min(max(1 << (cols - 1).bit_length(), 16), most) if isinstance(cols, int) else most
+
+
+def _whole(cols: Any, block: int) -> Any:
+    """``cols`` rounded up to blocks."""
+    return (cols + block - 1) // block * block

@@ -1,0 +1,247 @@
+"""The Triton backend on a GPU: chains against the reference in every recipe; eager, compiled and in CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bridge
+import functional_te as fte
+
+# Inductor warns that float32 products could run in TF32
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+R = fte.recipes
+RECIPES: dict[str, Any] = {
+    "none": None,
+    "current": R.Float8CurrentScaling(),
+    "delayed": R.DelayedScaling(amax_history_len=4),
+    "block": R.Float8BlockScaling(),
+    "mxfp8": R.MXFP8BlockScaling(),
+    "nvfp4": R.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+# largest difference of two backends, over the largest value. Products are summed in another order and rounded to
+# bfloat16, after which a cast may fall to the other side: one step of its format.
+TOLERANCE = {"none": 0.02, "current": 0.07, "delayed": 0.07, "block": 0.07, "mxfp8": 0.07, "nvfp4": 0.6}
+DTYPE = torch.bfloat16
+
+
+def mlp(width: int, hidden: int, norm: Any = fte.RMSNorm, bias: bool = False, gated: bool = True) -> fte.Chain:
+    """Norm, linear, activation, linear, residual."""
+    return fte.chain(
+        fte.MakeExtraOutput(channel="residual", output_to_caller=False),
+        norm(width),
+        fte.Linear(width, 2 * hidden if gated else hidden, bias=bias),
+        fte.SwiGLU() if gated else fte.GELU(),
+        fte.Linear(hidden, width, bias=bias),
+        fte.AddExtraInput(channel="residual"),
+    )
+
+
+CHAINS: dict[str, fte.Chain] = {
+    "swiglu": mlp(256, 384),
+    "bias": mlp(128, 256, fte.LayerNorm, bias=True, gated=False),
+    "ragged": mlp(96, 160, bias=True),
+}
+
+
+def tokens_of(chain: str) -> tuple[int, ...]:
+    """The leading shape of a chain's input."""
+    return {"swiglu": (2, 128), "bias": (192,), "ragged": (3, 32)}[chain]
+
+
+def width_of(chain: fte.Chain) -> int:
+    return chain.ops[1].normalized_shape[0]  # type: ignore[attr-defined, no-any-return]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest value."""
+    scale = want.float().abs().max().clamp(min=1e-12)
+    return ((got.float() - want.float()).abs().max() / scale).item()
+
+
+def training(chain: fte.Chain, recipe: Any, backend: str, shape: tuple[int, ...], steps: int = 20) -> Any:
+    """Outputs and gradients of every step, and the final state, of plain gradient descent."""
+    params = fte.init(chain, seed=1, dtype=DTYPE, device="cuda")
+    state = fte.init_state(chain, recipe, device="cuda", seed=3)
+    generator = torch.Generator("cuda").manual_seed(0)
+    outputs, grads = [], []
+    for _ in range(steps):
+        x = torch.randn(shape, dtype=DTYPE, device="cuda", generator=generator)
+        out, pullback = fte.vjp(chain, params, x, state=state, recipe=recipe, backend=backend)
+        found = pullback(out.output - x)
+        outputs.append(out.output)
+        grads.append(fte.pytree.leaves((found.params, found.input)))
+        params = fte.pytree.tree_map(lambda p, g: p - 1e-3 * g, params, found.params)
+        state = fte.update_state(chain, recipe, found.state)
+    return outputs, grads, state
+
+
+@every_recipe
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_reference_gives_the_same_over_20_steps(chain: str, recipe: str) -> None:
+    if recipe in ("mxfp8", "nvfp4") and chain != "swiglu":
+        pytest.skip("no kernels of its own: one chain is enough")
+    block, shape = CHAINS[chain], (*tokens_of(chain), width_of(CHAINS[chain]))
+    want = training(block, RECIPES[recipe], "reference", shape)
+    got = training(block, RECIPES[recipe], "triton", shape)
+    worst = max(relative(a, b) for a, b in zip(got[0], want[0], strict=True))
+    for mine, theirs in zip(got[1], want[1], strict=True):
+        worst = max([worst, *(relative(a, b) for a, b in zip(mine, theirs, strict=True))])
+    assert worst < TOLERANCE[recipe]
+    for mine, theirs in zip(fte.pytree.leaves(got[2]), fte.pytree.leaves(want[2]), strict=True):
+        if mine.dtype is torch.float32:
+            torch.testing.assert_close(mine, theirs, rtol=0.13, atol=0)
+
+
+@every_recipe
+def test_two_runs_give_the_same_bits(recipe: str) -> None:
+    shape = (*tokens_of("ragged"), width_of(CHAINS["ragged"]))
+    if recipe in ("mxfp8", "nvfp4"):
+        shape = (*tokens_of("swiglu"), width_of(CHAINS["swiglu"]))
+    block = CHAINS["swiglu" if recipe in ("mxfp8", "nvfp4") else "ragged"]
+    one, other = (training(block, RECIPES[recipe], "triton", shape, steps=3) for _ in range(2))
+    for a, b in zip(fte.pytree.leaves(one), fte.pytree.leaves(other), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---------------------------------------------------------------------------- modules
+
+
+def module(width: int = 256, hidden: int = 384, bias: bool = False) -> torch.nn.Module:
+    ops = bridge.ops
+    torch.manual_seed(0)
+    options = {"bias": bias, "device": "cuda", "dtype": DTYPE}
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(width, device="cuda", dtype=DTYPE),
+        ops.Linear(width, 2 * hidden, **options),
+        ops.SwiGLU(),
+        ops.Linear(hidden, width, **options),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+def buffers(model: torch.nn.Module) -> list[Tensor]:
+    return [buffer.clone() for _, buffer in sorted(model.named_buffers())]
+
+
+def step(model: Any, call: Any, recipe: Any, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """One training step without an optimizer; the output and the gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    own = x.clone().requires_grad_()
+    with bridge.autocast(enabled=recipe is not None, recipe=recipe):
+        y = call(own)
+    (y.float() ** 2).mean().backward()
+    return y.detach().clone(), [own.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+
+
+def inputs(count: int, shape: tuple[int, ...] = (64, 256)) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(5)
+    return [torch.randn(shape, dtype=DTYPE, device="cuda", generator=generator) * 0.5 * (i + 1) for i in range(count)]
+
+
+def runs(recipe: str, mode: str | None, count: int = 6, bias: bool = False) -> Any:
+    """Outputs, gradients and buffers after every step."""
+    model = module(bias=bias)
+    call = model if mode is None else torch.compile(model, fullgraph=True, mode=None if mode == "default" else mode)
+    found = []
+    for x in inputs(count):
+        if mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        found.append((*step(model, call, RECIPES[recipe], x), buffers(model)))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@every_recipe
+def test_compiled_steps_are_those_of_eager_ones(recipe: str, mode: str, dynamo: Any) -> None:
+    want, got = runs(recipe, None), runs(recipe, mode)
+    for (y, grads, state), (y2, grads2, state2) in zip(want, got, strict=True):
+        assert relative(y2, y) < 0.02
+        assert max(relative(b, a) for a, b in zip(grads, grads2, strict=True)) < TOLERANCE[recipe]
+        for a, b in zip(state, state2, strict=True):
+            torch.testing.assert_close(b, a, rtol=0.02, atol=0)
+    assert dynamo["stats"]["unique_graphs"] == 1
+    assert not dynamo["graph_break"]
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_no_step_waits_for_the_gpu(recipe: str, compiled: bool) -> None:
+    model = module(bias=True)
+    call = torch.compile(model, fullgraph=True) if compiled else model
+    x = inputs(1)[0]
+    for _ in range(3):
+        step(model, call, RECIPES[recipe], x)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step(model, call, RECIPES[recipe], x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_recipe
+def test_a_captured_step_replays_as_eager_ones_run(recipe: str) -> None:
+    """Forward, backward and the state of quantizers in one CUDA graph."""
+    model, twin = module(), module()
+    xs = inputs(8)
+    static = xs[0].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for x in xs[:3]:
+            static.copy_(x)
+            step(model, model, RECIPES[recipe], static)
+        graph = torch.cuda.CUDAGraph()
+        static.copy_(xs[3])
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        y, grads = step(model, model, RECIPES[recipe], static)
+    for x in xs[:3]:
+        step(twin, twin, RECIPES[recipe], x)
+    for x in xs[3:]:
+        static.copy_(x)
+        graph.replay()
+        want, want_grads = step(twin, twin, RECIPES[recipe], x)
+        assert torch.equal(y, want)
+        assert all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(buffers(model), buffers(twin), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
+def test_make_graphed_callables(recipe: str) -> None:
+    model, twin = module(), module()
+    x = inputs(1)[0]
+    with bridge.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        graphed = torch.cuda.make_graphed_callables(model, (x.clone().requires_grad_(),))
+    if recipe == "delayed":  # what the warm-up observed
+        for mine, theirs in zip(model.buffers(), twin.buffers(), strict=False):
+            theirs.copy_(mine)
+    y, grads = step(model, graphed, None, x)
+    want, want_grads = step(twin, twin, RECIPES[recipe], x)
+    assert relative(y, want) < 0.07
+    assert max(relative(a, b) for a, b in zip(grads, want_grads, strict=True)) < 0.07
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+def test_a_backend_that_cannot_run_names_the_need() -> None:
+    block = mlp(32, 32)
+    params, x = fte.init(block), torch.randn(4, 32)
+    with pytest.raises(ValueError, match=r"backend.*cpu.*'triton'.*CUDA tensors"):
+        fte.apply(block, params, x, backend="triton")
+
+
+def test_auto_on_cuda_is_triton() -> None:
+    assert fte.backends("cuda").auto == "triton"
+    plan = fte.plan(mlp(32, 32), device="cuda")
+    assert plan.backend == "triton"
+    assert "triton" in repr(fte.backends())
