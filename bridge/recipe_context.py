@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.state import close_states_, has_closing_kernel
+from bridge.state import close_states_, has_closing_kernel, is_builtin_delayed
 from bridge.weight_cache import count_optimizer_steps, refresh_known_weights
 from functional_te._errors import type_error
-from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer, Quantizer
+from functional_te.quantization.quantizers import Quantizer
 from functional_te.quantization.state import DelayedScalingState, update_scale
 from functional_te.recipes import DelayedScaling, Recipe, as_recipe
 
@@ -157,21 +157,39 @@ class autocast:
 
 def _close_step(recipe: Recipe | None) -> None:
     """Close the step of every module that observed something, and give modules without state fresh state."""
-    pending: dict[tuple[Quantizer, torch.device], list[tuple[Any, str, Any]]] = {}
+    together: dict[torch.device, list[_Pending]] = {}
+    others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
     for module in _holders:
         module.prepare_state(recipe)
         for role, quantizer, state in module.named_states():
-            pending.setdefault((quantizer, state.read.device), []).append((module, role, state))
-    written = [tensor for own in pending.values() for _, _, state in own for tensor in (state.read, state.amax_history)]
+            entry, device = (module, role, quantizer, state), state.read.device
+            if has_closing_kernel(quantizer, device):
+                together.setdefault(device, []).append(entry)
+            else:
+                others.setdefault((quantizer, device), []).append(entry)
+    groups = [*together.values(), *others.values()]
+    written = [tensor for own in groups for *_, state in own for tensor in (state.read, state.amax_history)]
     # the backward of a compiled forward reads the gradient's scale as it is then
     with torch.no_grad(), compat.preserved_versions(tuple(written)):
-        for (quantizer, _), own in pending.items():
-            before = _update_together(quantizer, [state for _, _, state in own])
-            for (module, role, _), scale in zip(own, before, strict=True):
-                if module.observed and role in module.op.forward_quantizers:
-                    module.scales_before_close.setdefault(role, scale)
+        for own in together.values():
+            before = list(torch.stack([state.scale for *_, state in own]).unbind())
+            close_states_([(quantizer, state, None) for _, _, quantizer, state in own])
+            _keep_scales(own, before)
+        for (quantizer, _), own in others.items():
+            _keep_scales(own, _update_together(quantizer, [state for *_, state in own]))
     for module in _holders:
         module.observed = False
+
+
+# module, role, quantizer, state
+_Pending = tuple[Any, str, Quantizer, Any]
+
+
+def _keep_scales(entries: list[_Pending], before: list[torch.Tensor]) -> None:
+    """Remember what forward quantizers read before their step was closed, for a forward that is recomputed."""
+    for (module, role, _, _), scale in zip(entries, before, strict=True):
+        if module.observed and role in module.op.forward_quantizers:
+            module.scales_before_close.setdefault(role, scale)
 
 
 def _update_together(quantizer: Quantizer, states: list[Any]) -> list[torch.Tensor]:
@@ -180,10 +198,6 @@ def _update_together(quantizer: Quantizer, states: list[Any]) -> list[torch.Tens
     Returns:
         The scales (or keys) as they were before.
     """
-    if has_closing_kernel(quantizer, states[0].read.device):
-        before = list(torch.stack([state.scale for state in states]).unbind())
-        close_states_([(quantizer, state, None) for state in states])
-        return before
     before = [state.read.clone() for state in states]
     for state, update in zip(states, _updates(quantizer, states), strict=True):
         state.read.copy_(update.read)
@@ -192,10 +206,7 @@ def _update_together(quantizer: Quantizer, states: list[Any]) -> list[torch.Tens
 
 
 def _updates(quantizer: Quantizer, states: list[Any]) -> list[Any]:
-    builtin = isinstance(quantizer, Float8DelayedScalingQuantizer) and (
-        isinstance(quantizer.amax_compute_algo, str) and quantizer.scaling_factor_compute_algo is None
-    )
-    if not builtin:
+    if not is_builtin_delayed(quantizer):
         return [update_scale(quantizer, state) for state in states]
     stacked = DelayedScalingState(
         scale=torch.stack([state.scale for state in states]),

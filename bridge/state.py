@@ -19,7 +19,15 @@ from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer,
 from functional_te.quantization.scaling import fold_amax
 from functional_te.quantization.state import update_amax, update_scale
 
-__all__ = ["close_", "close_states_", "fold_amaxes_", "has_closing_kernel", "keep_scales", "write_"]
+__all__ = [
+    "close_",
+    "close_states_",
+    "fold_amaxes_",
+    "has_closing_kernel",
+    "is_builtin_delayed",
+    "keep_scales",
+    "write_",
+]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
@@ -125,14 +133,18 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
         fold(history, amax)
 
 
-def has_closing_kernel(quantizer: Quantizer, device: torch.device) -> bool:
-    """Whether one kernel closes the steps of many such quantizers: delayed scaling with the built-in algorithms."""
+def is_builtin_delayed(quantizer: Quantizer) -> bool:
+    """Whether it is delayed scaling with the built-in algorithms, which many states may run at once."""
     return (
         isinstance(quantizer, Float8DelayedScalingQuantizer)
         and isinstance(quantizer.amax_compute_algo, str)
         and quantizer.scaling_factor_compute_algo is None
-        and _has_kernel(device.type)
     )
+
+
+def has_closing_kernel(quantizer: Quantizer, device: torch.device) -> bool:
+    """Whether one kernel closes the steps of many such quantizers on a device."""
+    return is_builtin_delayed(quantizer) and _has_kernel(device.type)
 
 
 def close_states_(entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]]) -> None:

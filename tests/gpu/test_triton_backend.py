@@ -26,7 +26,7 @@ RECIPES: dict[str, Any] = {
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 # largest difference of two backends, over the largest value. Products are summed in another order and rounded to
 # bfloat16, after which a cast may fall to the other side: one step of its format.
-TOLERANCE = {"none": 0.02, "current": 0.07, "delayed": 0.07, "block": 0.07, "mxfp8": 0.07, "nvfp4": 0.6}
+TOLERANCE = {"none": 0.03, "current": 0.07, "delayed": 0.07, "block": 0.07, "mxfp8": 0.1, "nvfp4": 0.6}
 DTYPE = torch.bfloat16
 
 
@@ -64,38 +64,47 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.float() - want.float()).abs().max() / scale).item()
 
 
-def training(chain: fte.Chain, recipe: Any, backend: str, shape: tuple[int, ...], steps: int = 20) -> Any:
-    """Outputs and gradients of every step, and the final state, of plain gradient descent."""
+def training(chain: fte.Chain, recipe: Any, backends: tuple[str, ...], shape: tuple[int, ...], steps: int) -> Any:
+    """For every step and backend its output, its gradients and its state after the step.
+
+    All backends see the parameters that the first one trains: two runs on their own drift apart.
+    """
     params = fte.init(chain, seed=1, dtype=DTYPE, device="cuda")
-    state = fte.init_state(chain, recipe, device="cuda", seed=3)
+    states = dict.fromkeys(backends, fte.init_state(chain, recipe, device="cuda", seed=3))
     generator = torch.Generator("cuda").manual_seed(0)
-    outputs, grads = [], []
+    history = []
     for _ in range(steps):
         x = torch.randn(shape, dtype=DTYPE, device="cuda", generator=generator)
-        out, pullback = fte.vjp(chain, params, x, state=state, recipe=recipe, backend=backend)
-        found = pullback(out.output - x)
-        outputs.append(out.output)
-        grads.append(fte.pytree.leaves((found.params, found.input)))
-        params = fte.pytree.tree_map(lambda p, g: p - 1e-3 * g, params, found.params)
-        state = fte.update_state(chain, recipe, found.state)
-    return outputs, grads, state
+        dy = torch.randn(shape, dtype=DTYPE, device="cuda", generator=generator)
+        found, step = {}, []
+        for backend in backends:
+            out, pullback = fte.vjp(chain, params, x, state=states[backend], recipe=recipe, backend=backend)
+            found[backend] = pullback(dy)
+            states[backend] = fte.update_state(chain, recipe, found[backend].state)
+            grads = fte.pytree.leaves((found[backend].params, found[backend].input))
+            step.append((out.output, grads, fte.pytree.leaves(states[backend])))
+        params = fte.pytree.tree_map(lambda p, g: p - 1e-3 * g, params, found[backends[0]].params)
+        history.append(step)
+    return history
 
 
 @every_recipe
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_reference_gives_the_same_over_20_steps(chain: str, recipe: str) -> None:
+def test_the_reference_gives_the_same_over_20_steps(chain: str, recipe: str, record_property: Any) -> None:
     if recipe in ("mxfp8", "nvfp4") and chain != "swiglu":
         pytest.skip("no kernels of its own: one chain is enough")
     block, shape = CHAINS[chain], (*tokens_of(chain), width_of(CHAINS[chain]))
-    want = training(block, RECIPES[recipe], "reference", shape)
-    got = training(block, RECIPES[recipe], "triton", shape)
-    worst = max(relative(a, b) for a, b in zip(got[0], want[0], strict=True))
-    for mine, theirs in zip(got[1], want[1], strict=True):
-        worst = max([worst, *(relative(a, b) for a, b in zip(mine, theirs, strict=True))])
+    worst = 0.0
+    for (want, want_grads, want_state), (got, grads, state) in training(
+        block, RECIPES[recipe], ("reference", "triton"), shape, 20
+    ):
+        pairs = zip((got, *grads), (want, *want_grads), strict=True)
+        worst = max([worst, *(relative(mine, theirs) for mine, theirs in pairs)])
+        for mine, theirs in zip(state, want_state, strict=True):
+            if mine.dtype is torch.float32:
+                torch.testing.assert_close(mine, theirs, rtol=0.13, atol=0)
+    record_property("worst difference over the largest value", round(worst, 4))
     assert worst < TOLERANCE[recipe]
-    for mine, theirs in zip(fte.pytree.leaves(got[2]), fte.pytree.leaves(want[2]), strict=True):
-        if mine.dtype is torch.float32:
-            torch.testing.assert_close(mine, theirs, rtol=0.13, atol=0)
 
 
 @every_recipe
@@ -104,7 +113,7 @@ def test_two_runs_give_the_same_bits(recipe: str) -> None:
     if recipe in ("mxfp8", "nvfp4"):
         shape = (*tokens_of("swiglu"), width_of(CHAINS["swiglu"]))
     block = CHAINS["swiglu" if recipe in ("mxfp8", "nvfp4") else "ragged"]
-    one, other = (training(block, RECIPES[recipe], "triton", shape, steps=3) for _ in range(2))
+    one, other = (training(block, RECIPES[recipe], ("triton",), shape, steps=3) for _ in range(2))
     for a, b in zip(fte.pytree.leaves(one), fte.pytree.leaves(other), strict=True):
         assert torch.equal(a, b)
 
@@ -190,7 +199,7 @@ def test_no_step_waits_for_the_gpu(recipe: str, compiled: bool) -> None:
 @every_recipe
 def test_a_captured_step_replays_as_eager_ones_run(recipe: str) -> None:
     """Forward, backward and the state of quantizers in one CUDA graph."""
-    model, twin = module(), module()
+    model = module()
     xs = inputs(8)
     static = xs[0].clone()
     stream = torch.cuda.Stream()
@@ -204,15 +213,19 @@ def test_a_captured_step_replays_as_eager_ones_run(recipe: str) -> None:
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph, stream=stream):
         y, grads = step(model, model, RECIPES[recipe], static)
-    for x in xs[:3]:
-        step(twin, twin, RECIPES[recipe], x)
+    found = []
     for x in xs[3:]:
         static.copy_(x)
         graph.replay()
+        found.append([y.clone(), *(grad.clone() for grad in grads), *buffers(model)])
+    # a context closes the steps of all modules that are alive, so the twin runs when the model is done
+    twin = module()
+    for x in xs[:3]:
+        step(twin, twin, RECIPES[recipe], x)
+    for x, got in zip(xs[3:], found, strict=True):
         want, want_grads = step(twin, twin, RECIPES[recipe], x)
-        assert torch.equal(y, want)
-        assert all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(buffers(model), buffers(twin), strict=True))
+        for a, b in zip(got, [want, *want_grads, *buffers(twin)], strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed"])

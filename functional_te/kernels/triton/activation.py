@@ -18,7 +18,7 @@ from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.formulas import FORMULAS, formula
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, offsets, store_tile, target
+from functional_te.kernels.triton.tile import Target, offsets, rows_of_tile, store_tile, target
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer
 
@@ -62,6 +62,7 @@ def _forward_kernel(
     END: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    PACK: tl.constexpr,
     ROUND: tl.constexpr,
     LIMIT: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -74,7 +75,7 @@ def _forward_kernel(
     across = tl.maximum(tl.cdiv(N, BN), 1)
     tile = tl.program_id(0)
     top, left = (tile // across) * BM, (tile % across) * BN
-    row = top + tl.arange(0, BM)
+    row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
     inside = (row < M)[:, None] & (col < N)[None, :]
     if LINEAR == "":
@@ -104,6 +105,7 @@ def _forward_kernel(
         END,
         ROWWISE,
         COLUMNWISE,
+        PACK,
         ROUND,
         LIMIT,
         EPSILON,
@@ -138,6 +140,7 @@ def _backward_kernel(
     END: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    PACK: tl.constexpr,
     ROUND: tl.constexpr,
     LIMIT: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -157,7 +160,7 @@ def _backward_kernel(
     if SPLIT:
         tile = tile // 2
     top, left = (tile // across) * BM, (tile % across) * BN
-    row = top + tl.arange(0, BM)
+    row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
     inside = (row < M)[:, None] & (col < N)[None, :]
     grad = _load(dy, row, col, N, inside)
@@ -201,6 +204,7 @@ def _backward_kernel(
                 END,
                 ROWWISE,
                 COLUMNWISE,
+                PACK,
                 ROUND,
                 LIMIT,
                 EPSILON,
@@ -227,6 +231,7 @@ def _backward_kernel(
         END,
         ROWWISE,
         COLUMNWISE,
+        PACK,
         ROUND,
         LIMIT,
         EPSILON,

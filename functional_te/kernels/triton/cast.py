@@ -11,7 +11,7 @@ import triton.language as tl
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, offsets, store_tile, target
+from functional_te.kernels.triton.tile import Target, offsets, rows_of_tile, store_tile, target
 from functional_te.quantization.cast import quantize_bound
 from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import as_matrix
@@ -37,6 +37,7 @@ def _cast_kernel(
     END: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    PACK: tl.constexpr,
     ROUND: tl.constexpr,
     LIMIT: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -48,7 +49,7 @@ def _cast_kernel(
     across = tl.maximum(tl.cdiv(N, BN), 1)
     tile = tl.program_id(0)
     top, left = (tile // across) * BM, (tile % across) * BN
-    row = top + tl.arange(0, BM)
+    row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
     inside = (row < M)[:, None] & (col < N)[None, :]
     y = tl.load(x + offsets(row, col, N), mask=inside, other=0.0).to(tl.float32)
@@ -70,6 +71,7 @@ def _cast_kernel(
         END,
         ROWWISE,
         COLUMNWISE,
+        PACK,
         ROUND,
         LIMIT,
         EPSILON,

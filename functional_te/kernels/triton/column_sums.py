@@ -13,7 +13,7 @@ import triton.language as tl
 
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import OBSERVE_, rounded
+from functional_te.kernels.triton.tile import rounded
 
 __all__ = ["round_and_sum", "store_partial", "sum_rows"]
 
@@ -37,7 +37,7 @@ def round_and_sum(y, row, col, M, N, bias, partials, BIAS: tl.constexpr, END: tl
     """With a bias gradient: ``y`` rounded to the dtype of ``bias``, its column sums in ``partials``; else ``y``."""
     if BIAS:
         y = rounded(y, bias).to(tl.float32)
-        if END != OBSERVE_:
+        if END != "observe":
             store_partial(y, row, col, M, N, partials)
     return y
 

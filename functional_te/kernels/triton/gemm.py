@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from functional_te._errors import value_error
 from functional_te.kernels import reference
 from functional_te.kernels.triton import compat
-from functional_te.kernels.triton.launch import _PLAIN, INTERPRETED
+from functional_te.kernels.triton.launch import INTERPRETED, PLAIN_TYPES
 from functional_te.quantization.fp8_block import BLOCK, transposed
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.quantizers import (
@@ -133,7 +133,7 @@ def k_major(x: torch.Tensor, rows: int = 1, columns: int = _ALIGNMENT) -> torch.
 
 def _misaligned(x: torch.Tensor) -> bool:
     """Whether ``x`` does not start at a multiple of 16 bytes. While traced nobody knows; compilers align tensors."""
-    return type(x) in _PLAIN and x.data_ptr() % _ALIGNMENT != 0
+    return type(x) in PLAIN_TYPES and x.data_ptr() % _ALIGNMENT != 0
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.library import wrap_triton  # noqa: TID251 - a way to call a kernel, no registration
 
-__all__ = ["INTERPRETED", "blocks", "interpreted", "launch"]
+__all__ = ["INTERPRETED", "PLAIN_TYPES", "blocks", "interpreted", "launch"]
 
 
 def interpreted() -> bool:
@@ -24,7 +24,7 @@ def interpreted() -> bool:
 INTERPRETED = interpreted()
 
 # Everything else (fake and functional tensors) stands for a tensor while an op's body is traced.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # noqa: TID251 - for its type
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # noqa: TID251 - for its type
 
 
 def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: Any, **constants: Any) -> None:
@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
         args: the kernel's arguments in order.
         constants: its ``tl.constexpr`` arguments, ``num_warps`` and ``num_stages``.
     """
-    if type(probe) in _PLAIN:
+    if type(probe) in PLAIN_TYPES:
         kernel[grid](*args, **constants)
     else:
         wrap_triton(kernel)[grid](*args, **constants)

@@ -19,13 +19,12 @@ import triton.language as tl
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import norm_passes
 from functional_te.kernels.triton.tile import (
-    OBSERVE,
-    PLAIN,
     Target,
     bits_of,
     divide,
     offsets,
     rounded,
+    rows_of_tile,
     store_tile,
     target,
 )
@@ -146,6 +145,7 @@ def _forward_kernel(
     END: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    PACK: tl.constexpr,
     ROUND: tl.constexpr,
     LIMIT: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -167,7 +167,7 @@ def _forward_kernel(
         program = tl.num_programs(0) - 1 - program
     across = tl.cdiv(N, width)
     top = (program // across) * BM
-    row = top + tl.arange(0, BM)
+    row = rows_of_tile(top, BM, PACK)
     first = (program % across) * width
     last = tl.minimum(first + width, N)
     rows = row < M
@@ -202,6 +202,7 @@ def _forward_kernel(
                 END,
                 ROWWISE,
                 COLUMNWISE,
+                PACK,
                 ROUND,
                 LIMIT,
                 EPSILON,
@@ -240,6 +241,7 @@ def _forward_kernel(
                 END,
                 ROWWISE,
                 COLUMNWISE,
+                PACK,
                 ROUND,
                 LIMIT,
                 EPSILON,
@@ -269,14 +271,14 @@ def _forward(
         total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype), device=x.device)
         add = add.reshape(rows, cols).contiguous()
     passes = norm_passes(
-        rows, cols, observes=OBSERVE in made.ends, of_blocks=made.blocks, columnwise=made.constants["COLUMNWISE"]
+        rows, cols, observes="observe" in made.ends, of_blocks=made.blocks, columnwise=made.constants["COLUMNWISE"]
     )
     # statistics that are a pass of their own end in nothing
-    ends = made.ends if len(passes) == len(made.ends) else (PLAIN, *made.ends)
+    ends = made.ends if len(passes) == len(made.ends) else ("plain", *made.ends)
     for end, step in zip(ends, passes, strict=True):
         adds = add is not None and step.statistics
         source = matrix if total is None or step.statistics else total
-        peak = end == OBSERVE and not layer
+        peak = end == "observe" and not layer
         launch(
             _forward_kernel,
             (blocks(rows, step.rows) * blocks(cols, step.width),),

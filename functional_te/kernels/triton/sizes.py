@@ -69,9 +69,9 @@ FILL = 132
 def norm_passes(rows: Any, cols: Any, *, observes: bool, of_blocks: bool, columnwise: bool) -> tuple[NormPass, ...]:
     """The passes of a norm over a matrix ``[rows, cols]``; a symbolic size decides nothing.
 
-    Statistics alone are of few long rows at a time: as much in flight as registers hold. A program that also writes
-    needs tall tiles only for a transposed copy: 32 rows of FP8 fill its sectors, and 16 a GPU if there are few rows;
-    yet fewer rows split their columns over programs, each of which reads the whole row for the statistics.
+    Statistics are of few long rows at a time: as much in flight as registers hold. A transposed copy needs tall tiles,
+    and tall programs over whole rows are too few and too slow (measured on an H200: a third of two passes' bandwidth),
+    so it takes a second pass, of tiles.
 
     Args:
         rows, cols: sizes.
@@ -84,15 +84,10 @@ def norm_passes(rows: Any, cols: Any, *, observes: bool, of_blocks: bool, column
     alone = NormPass(True, observes, high, lanes, _whole(cols, lanes), lanes, 4)
     if of_blocks:
         return alone._replace(normalize=False), NormPass(False, True, 128, 128, 128, lanes, 16)
-    if observes or (columnwise and not isinstance(rows, int)):
+    if observes or columnwise:
         many = not isinstance(rows, int) or not isinstance(cols, int) or rows * cols >= 64 * 128 * 2 * FILL
-        return alone, NormPass(False, True, 64 if many else 32, 128, 128, lanes, 8)
-    if not columnwise:
-        return (alone._replace(normalize=True),)
-    high = 32 if rows >= 32 * FILL else 16
-    parts = max(FILL // max(-(-rows // high), 1), 1)
-    width = 128 * max(-(-cols // (128 * parts)), 1) if isinstance(cols, int) else _whole(cols, 128)
-    return (NormPass(True, True, high, 128, width, _lanes(cols, 8192 // high), 8),)
+        return alone, NormPass(False, True, 64 if many else 32, 128, 128, lanes, 4)
+    return (alone._replace(normalize=True),)
 
 
 class NormGrad(NamedTuple):

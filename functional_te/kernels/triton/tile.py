@@ -14,14 +14,18 @@ so it does not depend on the order of programs, and a NaN, above every number, s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from functional_te.kernels.triton.launch import INTERPRETED
 from functional_te.quantization.formats import max_value
+from functional_te.quantization.fp8_block import block_grid
+from functional_te.quantization.quantizer import rows_of
 from functional_te.quantization.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -30,10 +34,13 @@ from functional_te.quantization.quantizers import (
 from functional_te.quantization.scaling import FLOAT32_MAX
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
+INTERPRETED_ = tl.constexpr(INTERPRETED)
+
 __all__ = ["Target", "divide", "offsets", "round_through", "rounded", "store_tile", "target"]
 
-# How a tile ends.
-PLAIN, OBSERVE, DELAYED, CURRENT, BLOCK_1D, BLOCK_2D = range(6)
+# How a tile ends: as it is; observed only; cast with the scale of delayed or of current scaling; cast in blocks.
+# Kernels compare with these strings: Triton checks on every launch that constants of a module are what they were.
+Ends = tuple[str, ...]
 BLOCK = 128
 # The dtypes that a result is rounded to before it is cast.
 _ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -81,7 +88,7 @@ def saturate(y, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def cast_in_interpreter(y, BITS: tl.constexpr, LOWEST: tl.constexpr, data):
+def cast_in_interpreter(y, BITS: tl.constexpr, LOWEST: tl.constexpr, TYPE: tl.constexpr):
     """:func:`cast` of finite values and NaN, for Triton's interpreter.
 
     The interpreter (3.7) loses the carry of a mantissa that rounds up to a power of two, the sign of zero and NaN. So
@@ -91,22 +98,46 @@ def cast_in_interpreter(y, BITS: tl.constexpr, LOWEST: tl.constexpr, data):
     step = ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
     shift = 12582912.0  # 1.5 * 2**23: adding it rounds to integers, ties to even
     exact = tl.abs((y / step + shift) - shift) * step
-    bits = exact.to(data.dtype.element_ty).to(tl.uint8, bitcast=True)
+    bits = exact.to(TYPE).to(tl.uint8, bitcast=True)
     bits = tl.where(y != y, 0x7F, bits) | ((y.to(tl.int32, bitcast=True) >> 31) & 0x80)
-    return bits.to(tl.uint8).to(data.dtype.element_ty, bitcast=True)
+    return bits.to(tl.uint8).to(TYPE, bitcast=True)
 
 
 @triton.jit
-def cast(y, LIMIT: tl.constexpr, data):
-    """Float32 ``y`` in the FP8 type that ``data`` points to: to nearest even, saturating, NaN stays."""
+def cast(y, LIMIT: tl.constexpr):
+    """Float32 ``y`` in the FP8 type whose largest value is ``LIMIT``: to nearest even, saturating, NaN stays."""
     y = saturate(y, LIMIT)
-    if INTERPRETED_:
-        if LIMIT == 448.0:
-            return cast_in_interpreter(y, 3, -6, data)
+    if LIMIT == 448.0:
+        if INTERPRETED_:
+            return cast_in_interpreter(y, 3, -6, tl.float8e4nv)
         else:
-            return cast_in_interpreter(y, 2, -14, data)
+            return y.to(tl.float8e4nv)
+    elif INTERPRETED_:
+        return cast_in_interpreter(y, 2, -14, tl.float8e5)
     else:
-        return y.to(data.dtype.element_ty)
+        return y.to(tl.float8e5)
+
+
+@triton.jit
+def rows_of_tile(top, BM: tl.constexpr, PACK: tl.constexpr):
+    """Rows of a tile from ``top`` on, int32 ``[BM]``; with PACK in the order that :func:`packed` wants."""
+    row = tl.arange(0, BM)
+    if PACK:
+        row = (row % (BM // 4)) * 4 + row // (BM // 4)
+    return top + row
+
+
+@triton.jit
+def packed(data):
+    """FP8 ``[BM, BN]`` of rows ordered by :func:`rows_of_tile` as int32 ``[BN, BM / 4]``, four rows of a column each.
+
+    Four rows lie a quarter of the tile apart, where one thread has them, so that packing moves nothing between threads
+    and the transposition moves words instead of bytes.
+    """
+    height: tl.constexpr = data.shape[0] // 4
+    words = tl.reshape(data.to(tl.uint8, bitcast=True).to(tl.int32), [4, height, data.shape[1]])
+    shift = 8 * tl.arange(0, 4)
+    return tl.trans(tl.sum(words << shift[:, None, None], axis=0))
 
 
 @triton.jit
@@ -151,6 +182,7 @@ def store_tile(
     END: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    PACK: tl.constexpr,
     ROUND: tl.constexpr,
     LIMIT: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -167,26 +199,27 @@ def store_tile(
         row_data: ``[M, N]``; row_scale: ``[1]``, or the factors of its blocks.
         col_data: ``[N, M]``; col_scale: likewise.
         amax: int32 ``[1]``: bits of the largest magnitude. scale: float32 ``[1]`` of delayed scaling.
-        END: PLAIN, OBSERVE, DELAYED, CURRENT, BLOCK_1D or BLOCK_2D.
+        END: "plain", "observe", "delayed", "current", "block_1d" or "block_2d".
         ROWWISE, COLUMNWISE: which copies are written.
+        PACK: whether ``row`` is in the order of :func:`rows_of_tile` and ``col_data`` is int32 ``[N, M / 4]``.
         ROUND: see :func:`round_through`.
         LIMIT, EPSILON, POWER_OF_2, OVERFLOW: of the quantizer, see :func:`scale_of`.
     """
     rows, cols = row < M, col < N
     inside = rows[:, None] & cols[None, :]
-    if END == PLAIN_:
+    if END == "plain":
         tl.store(row_data + offsets(row, col, N), rounded(y, row_data), mask=inside)
     else:
         y = tl.where(inside, round_through(y, ROUND), 0.0)
         first = (top == 0) & (left == 0)
-        if (END == OBSERVE_) or (END == DELAYED_):
+        if (END == "observe") or (END == "delayed"):
             largest = tl.max(bits_of(y))
             # the maximum only grows, so a program that sees one as large already has nothing to add
             if largest > tl.load(amax):
                 tl.atomic_max(amax, largest, sem="relaxed")
-        if END != OBSERVE_:
-            if (END == DELAYED_) or (END == CURRENT_):
-                if END == DELAYED_:
+        if END != "observe":
+            if (END == "delayed") or (END == "current"):
+                if END == "delayed":
                     factor = tl.load(scale)
                 else:
                     factor = scale_of(tl.load(amax).to(tl.float32, bitcast=True), LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
@@ -197,11 +230,12 @@ def store_tile(
                     if COLUMNWISE:
                         tl.store(col_scale, inverse)
                 y *= factor
-            elif END == BLOCK_2D_:
+            elif END == "block_2d":
                 largest = tl.max(bits_of(y)).to(tl.float32, bitcast=True)
                 own = scale_of(largest, LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                 inverse = divide(1.0, own)
-                down, across = (top // 128).to(tl.int64), (left // 128).to(tl.int64)
+                zero = tl.full([], 0, tl.int64)
+                down, across = zero + top // 128, zero + left // 128
                 if (top < M) and (left < N):
                     if ROWWISE:
                         tl.store(row_scale + down * tl.cdiv(N, 128) + across, inverse)
@@ -211,36 +245,30 @@ def store_tile(
             # one copy after the other, so that registers hold the values of one at a time
             if ROWWISE:
                 by_row = y
-                if END == BLOCK_1D_:
+                if END == "block_1d":
                     largest = tl.max(bits_of(y), axis=1).to(tl.float32, bitcast=True)
                     own = scale_of(largest, LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                     place = row.to(tl.int64) * tl.cdiv(N, 128) + left // 128
                     inverse = divide(tl.full(own.shape, 1.0, tl.float32), own)
                     tl.store(row_scale + place, inverse, mask=rows & (left < N))
                     by_row = y * own[:, None]
-                data = cast(by_row, LIMIT, row_data)
-                tl.store(row_data + offsets(row, col, N), data, mask=inside)
+                tl.store(row_data + offsets(row, col, N), cast(by_row, LIMIT), mask=inside)
             if COLUMNWISE:
                 by_col = y
-                if END == BLOCK_1D_:
+                if END == "block_1d":
                     largest = tl.max(bits_of(y), axis=0).to(tl.float32, bitcast=True)
                     own = scale_of(largest, LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                     place = col.to(tl.int64) * tl.cdiv(M, 128) + top // 128
                     inverse = divide(tl.full(own.shape, 1.0, tl.float32), own)
                     tl.store(col_scale + place, inverse, mask=cols & (top < M))
                     by_col = y * own[None, :]
-                data = tl.trans(cast(by_col, LIMIT, col_data))
-                tl.store(col_data + offsets(col, row, M), data, mask=tl.trans(inside))
-
-
-# Kernels may read constants of a module only if these are constexpr.
-INTERPRETED_ = tl.constexpr(INTERPRETED)
-PLAIN_ = tl.constexpr(PLAIN)
-OBSERVE_ = tl.constexpr(OBSERVE)
-DELAYED_ = tl.constexpr(DELAYED)
-CURRENT_ = tl.constexpr(CURRENT)
-BLOCK_1D_ = tl.constexpr(BLOCK_1D)
-BLOCK_2D_ = tl.constexpr(BLOCK_2D)
+                data = cast(by_col, LIMIT)
+                if PACK:
+                    word = top // 4 + tl.arange(0, data.shape[0] // 4)
+                    held = cols[:, None] & (word < M // 4)[None, :]
+                    tl.store(col_data + offsets(col, word, M // 4), packed(data), mask=held)
+                else:
+                    tl.store(col_data + offsets(col, row, M), tl.trans(data), mask=tl.trans(inside))
 
 
 @dataclasses.dataclass
@@ -254,7 +282,7 @@ class Target:
         constants: its constants from ``ROWWISE`` on, by name.
     """
 
-    ends: tuple[int, ...]
+    ends: Ends
     blocks: bool
     arguments: tuple[torch.Tensor, ...]
     constants: dict[str, Any]
@@ -268,6 +296,8 @@ class Target:
         if self.quantizer is None:
             return row_data, None
         row, col = self.constants["ROWWISE"], self.constants["COLUMNWISE"]
+        if self.constants["PACK"]:
+            col_data = col_data.view(self.quantizer.dtype)
         made = QuantizedTensor(
             rowwise_data=row_data if row else None,
             rowwise_scale_inv=row_scale if row else None,
@@ -277,6 +307,45 @@ class Target:
             quantizer=self.quantizer,
         )
         return made, None if self.observed is None else self.observed.view(torch.float32)
+
+
+@functools.cache
+def _format(quantizer: Any, dtype: torch.dtype, pack: bool) -> tuple[Ends, dict[str, Any]] | None:
+    """How results of a nominal dtype end that a quantizer casts, and the constants; None without a kernel."""
+    kind = type(quantizer)
+    if kind is Float8DelayedScalingQuantizer:
+        ends: Ends = ("delayed",)
+        numbers = (0.0, False, FLOAT32_MAX)
+    elif kind is Float8CurrentScalingQuantizer:
+        ends = ("observe", "current")
+        numbers = (quantizer.amax_epsilon, quantizer.power_2_scale, FLOAT32_MAX)
+    elif kind is Float8BlockQuantizer:
+        ends = ("block_1d" if quantizer.block_scaling_dim == 1 else "block_2d",)
+        numbers = (quantizer.amax_epsilon, quantizer.power_2_scale, torch.finfo(dtype).max)
+    else:
+        return None
+    if not (quantizer.rowwise or quantizer.columnwise):
+        return None
+    return ends, {
+        "ROWWISE": quantizer.rowwise,
+        "COLUMNWISE": quantizer.columnwise,
+        "PACK": pack and quantizer.columnwise,
+        "ROUND": 0 if quantizer.from_float32 else _ROUND[dtype],
+        "LIMIT": max_value(quantizer.dtype),
+        **dict(zip(("EPSILON", "POWER_OF_2", "OVERFLOW"), numbers, strict=True)),
+    }
+
+
+_PLAIN: dict[str, Any] = {
+    "ROWWISE": False,
+    "COLUMNWISE": False,
+    "PACK": False,
+    "ROUND": 0,
+    "LIMIT": 1.0,
+    "EPSILON": 0.0,
+    "POWER_OF_2": False,
+    "OVERFLOW": FLOAT32_MAX,
+}
 
 
 def target(
@@ -294,54 +363,30 @@ def target(
         None for a format that :func:`store_tile` does not make.
     """
     if bound is None:
-        data = torch.empty(shape, dtype=dtype, device=device)
-        return Target((PLAIN,), False, (data,) * 6, _constants(False, False, 0, 1.0))
+        return Target(("plain",), False, (torch.empty(shape, dtype=dtype, device=device),) * 6, _PLAIN)
     quantizer: Any = bound.quantizer
-    kind = type(quantizer)
-    if kind is Float8DelayedScalingQuantizer:
-        ends: tuple[int, ...] = (DELAYED,)
-        numbers = (0.0, False, FLOAT32_MAX)
-    elif kind is Float8CurrentScalingQuantizer:
-        ends = (OBSERVE, CURRENT)
-        numbers = (quantizer.amax_epsilon, quantizer.power_2_scale, FLOAT32_MAX)
-    elif kind is Float8BlockQuantizer:
-        ends = (BLOCK_1D if quantizer.block_scaling_dim == 1 else BLOCK_2D,)
-        numbers = (quantizer.amax_epsilon, quantizer.power_2_scale, torch.finfo(dtype).max)
-    else:
+    rows, cols = rows_of(shape), shape[-1] if shape else 1
+    pack = statically_known_true(rows % 4 == 0)
+    found = _format(quantizer, dtype, pack)
+    if found is None:
         return None
-    copies: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
-    for columnwise in (False, True):
-        if quantizer.columnwise if columnwise else quantizer.rowwise:
-            spec = quantizer.copy_spec(shape, columnwise)
-            copies[columnwise] = tuple(torch.empty(size, dtype=kind, device=device) for size, kind in spec[:2])  # type: ignore[assignment]
-    if not copies:
-        return None
-    some = next(iter(copies.values()))
-    observes = DELAYED in ends or OBSERVE in ends
-    amax = torch.zeros(1, dtype=torch.int32, device=device) if observes else some[1]
+    ends, constants = found
+    blocks = ends[0].startswith("block")
+    row = column = None
+    if quantizer.rowwise:
+        row = torch.empty(shape, dtype=quantizer.dtype, device=device), _scales(quantizer, blocks, rows, cols, device)
+    if quantizer.columnwise:
+        words = torch.empty((cols, rows // 4), dtype=torch.int32, device=device) if pack else None
+        data = torch.empty((cols, rows), dtype=quantizer.dtype, device=device) if words is None else words
+        column = data, _scales(quantizer, blocks, cols, rows, device)
+    some: Any = row or column
+    amax = some[1] if blocks else torch.zeros(1, dtype=torch.int32, device=device)
     scale = some[1] if bound.scale is None else bound.scale
-    arguments = (*copies.get(False, some), *copies.get(True, some), amax, scale)
-    rounds = 0 if quantizer.from_float32 else _ROUND[dtype]
-    constants = _constants(False in copies, True in copies, rounds, max_value(quantizer.dtype), *numbers)
-    observed = amax if quantizer.stateful else None
-    return Target(ends, BLOCK_1D in ends or BLOCK_2D in ends, arguments, constants, quantizer, dtype, observed)
+    arguments = (*(row or some), *(column or some), amax, scale)
+    return Target(ends, blocks, arguments, constants, quantizer, dtype, amax if quantizer.stateful else None)
 
 
-def _constants(
-    rowwise: bool,
-    columnwise: bool,
-    rounds: int,
-    limit: float,
-    epsilon: float = 0.0,
-    power_of_2: bool = False,
-    overflow: float = FLOAT32_MAX,
-) -> dict[str, Any]:
-    return {
-        "ROWWISE": rowwise,
-        "COLUMNWISE": columnwise,
-        "ROUND": rounds,
-        "LIMIT": limit,
-        "EPSILON": epsilon,
-        "POWER_OF_2": power_of_2,
-        "OVERFLOW": overflow,
-    }
+def _scales(quantizer: Any, blocks: bool, rows: Any, cols: Any, device: torch.device) -> torch.Tensor:
+    """Room for the factors of a copy ``[rows, cols]``."""
+    size = block_grid(rows, cols, quantizer.tile) if blocks else (1,)
+    return torch.empty(size, dtype=torch.float32, device=device)
