@@ -15,6 +15,7 @@ __all__ = [
     "functorch_active",
     "in_backward",
     "is_torch_pytree",
+    "mark_static",
     "no_torch_function",
     "preserved_versions",
     "register_torch_pytree",
@@ -81,6 +82,15 @@ def wrapper(cls: type[torch.Tensor], size: Any, stride: Any, dtype: torch.dtype,
     """
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
     return made
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Tell the compiler that a tensor that is an input of a graph stays where it is, as a module's buffers do.
+
+    Reason: state that was made while a graph was traced does not reach the graph as a buffer, and CUDA graphs of
+    ``mode="reduce-overhead"`` refuse to write to an input that may move.
+    """
+    torch._dynamo.mark_static_address(tensor)
 
 
 def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:

@@ -159,8 +159,12 @@ def _close_step(recipe: Recipe | None) -> None:
     """Close the step of every module that observed something, and give modules without state fresh state."""
     together: dict[torch.device, list[_Pending]] = {}
     others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     for module in _holders:
         module.prepare_state(recipe)
+        # a CUDA graph that is replayed must not write to modules that have nothing to do with it
+        if capturing and not (module.observed or module.observes_in_graphs):
+            continue
         for role, quantizer, state in module.named_states():
             entry, device = (module, role, quantizer, state), state.read.device
             if has_closing_kernel(quantizer, device):

@@ -24,9 +24,9 @@ RECIPES: dict[str, Any] = {
     "nvfp4": R.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
-# largest difference of two backends, over the largest value. Products are summed in another order and rounded to
-# bfloat16, after which a cast may fall to the other side: one step of its format.
-TOLERANCE = {"none": 0.03, "current": 0.07, "delayed": 0.07, "block": 0.07, "mxfp8": 0.1, "nvfp4": 0.6}
+# relative difference of two backends. Products are summed in another order and rounded to bfloat16, after which a cast
+# may fall to the other side: one step of its format.
+TOLERANCE = {"none": 0.01, "current": 0.04, "delayed": 0.04, "block": 0.04, "mxfp8": 0.04, "nvfp4": 0.3}
 DTYPE = torch.bfloat16
 
 
@@ -59,9 +59,8 @@ def width_of(chain: fte.Chain) -> int:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest value."""
-    scale = want.float().abs().max().clamp(min=1e-12)
-    return ((got.float() - want.float()).abs().max() / scale).item()
+    """Norm of the difference over the norm: a few casts that fall to the other side count as few."""
+    return (torch.linalg.norm(got.float() - want.float()) / torch.linalg.norm(want.float()).clamp(min=1e-12)).item()
 
 
 def training(chain: fte.Chain, recipe: Any, backends: tuple[str, ...], shape: tuple[int, ...], steps: int) -> Any:
@@ -103,7 +102,7 @@ def test_the_reference_gives_the_same_over_20_steps(chain: str, recipe: str, rec
         for mine, theirs in zip(state, want_state, strict=True):
             if mine.dtype is torch.float32:
                 torch.testing.assert_close(mine, theirs, rtol=0.13, atol=0)
-    record_property("worst difference over the largest value", round(worst, 4))
+    record_property("worst relative difference", round(worst, 4))
     assert worst < TOLERANCE[recipe]
 
 

@@ -18,7 +18,7 @@ from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.formulas import FORMULAS, formula
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, offsets, rows_of_tile, store_tile, target
+from functional_te.kernels.triton.tile import in_blocks, offsets, rows_of_tile, store_tile, target
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer
 
@@ -273,12 +273,12 @@ def activation(
         return None
     gated = FORMULAS[kind][1] != ""
     shape = (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
-    made = target(shape, dtype, bound, x.device)
-    if made is None:
-        return None
     matrix = as_matrix(x).contiguous()
     rows, cols = matrix.shape[0], matrix.shape[1] // 2 if gated else matrix.shape[1]
-    bm, bn, warps = tile_size(_case("gated" if gated else "activation", made), rows, cols)
+    bm, bn, warps = tile = tile_size(_case("gated" if gated else "activation", bound), rows, cols)
+    made = target(shape, dtype, bound, x.device, tile)
+    if made is None:
+        return None
     constants = dict(**_constants(kind, config, interleave), **made.constants, BM=bm, BN=bn, num_warps=warps)
     grid = (blocks(rows, bm) * blocks(cols, bn),)
     for end in made.ends:
@@ -319,14 +319,14 @@ def activation_grad(
     gated = FORMULAS[kind][1] != ""
     if gated and interleave and bound is not None:
         return None
-    made = target(tuple(x.shape), dtype, bound, x.device)
-    if made is None:
-        return None
     grad, matrix = as_matrix(dy).contiguous(), as_matrix(x).contiguous()
     rows, cols = matrix.shape[0], matrix.shape[1] // 2 if gated else matrix.shape[1]
-    bm, bn, warps = tile_size(_case("gated_grad" if gated else "activation_grad", made), rows, cols)
+    bm, bn, warps = tile = tile_size(_case("gated_grad" if gated else "activation_grad", bound), rows, cols)
     even = statically_known_true(cols % bn == 0)
-    if gated and made.blocks and not even:
+    if gated and in_blocks(bound) and not even:
+        return None
+    made = target(tuple(x.shape), dtype, bound, x.device, tile)
+    if made is None:
         return None
     bias, partials = grad, grad
     if needs_bias:
@@ -344,6 +344,6 @@ def activation_grad(
     return (*made.result(), bias if needs_bias else None)
 
 
-def _case(name: str, made: Target) -> str:
+def _case(name: str, bound: BoundQuantizer | None) -> str:
     """The case of :mod:`~functional_te.kernels.triton.sizes`."""
-    return f"{name}_block" if made.blocks else name
+    return f"{name}_block" if in_blocks(bound) else name

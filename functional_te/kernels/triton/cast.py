@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ import triton.language as tl
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, offsets, rows_of_tile, store_tile, target
+from functional_te.kernels.triton.tile import Target, in_blocks, offsets, rows_of_tile, store_tile, target
 from functional_te.quantization.cast import quantize_bound
 from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import as_matrix
@@ -84,13 +82,10 @@ def quantize(
     x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype | None = None, groups: GroupLayout | None = None
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """:func:`functional_te.quantization.cast.quantize_bound`, in a kernel (current scaling: two) if there is one."""
-    made = None
+    done = None
     if groups is None and not bound.quantizer.stochastic:
-        made = target(tuple(x.shape), x.dtype, bound, x.device)  # the values are cast as they are, whatever dtype says
-    if made is None:
-        return quantize_bound(x, bound, dtype, groups)
-    _cast(x, made, None)
-    return dataclasses.replace(made, dtype=x.dtype if dtype is None else dtype).result()
+        done = _cast(x, bound, x.dtype, None)  # the values are cast as they are, whatever dtype says
+    return quantize_bound(x, bound, dtype, groups) if done is None else done.result(dtype)
 
 
 def cast_bias(
@@ -108,22 +103,22 @@ def cast_bias(
         The cast; the observed amax (float32 ``[1]``) or None; the bias gradient ``[n]``, float32 sums rounded to
         ``dtype``, or None. None for a format without a kernel.
     """
-    made = target(tuple(dy.shape), dtype, bound, dy.device)
-    if made is None:
-        return None
     bias = None
     if needs_bias:
         bias = torch.empty(dy.shape[-1] if dy.dim() else 1, dtype=dtype, device=dy.device)
-    _cast(dy, made, bias)
-    return (*made.result(), bias)
+    made = _cast(dy, bound, dtype, bias)
+    return None if made is None else (*made.result(), bias)
 
 
-def _cast(x: torch.Tensor, made: Target, bias: torch.Tensor | None) -> None:
-    """Fill what ``made`` allocated from ``x``, and ``bias [N]`` with column sums."""
+def _cast(x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, bias: torch.Tensor | None) -> Target | None:
+    """The cast of ``x`` of nominal ``dtype``; ``bias [N]`` is filled with column sums. None without a kernel."""
     matrix = as_matrix(x).contiguous()
     rows, cols = matrix.shape
     case = "cast" if bias is None else "cast_bias"
-    bm, bn, warps = tile_size(f"{case}_block" if made.blocks else case, rows, cols)
+    bm, bn, warps = tile = tile_size(f"{case}_block" if in_blocks(bound) else case, rows, cols)
+    made = target(tuple(x.shape), dtype, bound, x.device, tile)
+    if made is None:
+        return None
     partials = matrix
     if bias is not None:
         partials = torch.empty((blocks(rows, bm), cols), dtype=torch.float32, device=x.device)
@@ -134,3 +129,4 @@ def _cast(x: torch.Tensor, made: Target, bias: torch.Tensor | None) -> None:
         launch(_cast_kernel, grid, matrix, *arguments, END=end, **constants)
     if bias is not None:
         sum_rows(partials, bias)
+    return made

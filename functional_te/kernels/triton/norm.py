@@ -255,14 +255,24 @@ def _forward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     add: torch.Tensor | None,
-    made: Target,
+    dtype: torch.dtype,
+    bound: BoundQuantizer | None,
     eps: float,
     zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the passes into ``made``; mean (``rstd`` again for RMSNorm), ``rstd`` and ``add + x``."""
+) -> tuple[Target, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """What the result is stored in; mean (``rstd`` again for RMSNorm), ``rstd`` and ``add + x``.
+
+    None for a cast without a kernel, or if the matrix that is cast, of the last dimension, is not the norm's.
+    """
+    if bound is not None and weight.dim() != 1:
+        return None
     layer = bias is not None
     leading = tuple(x.shape[: x.dim() - weight.dim()])
     rows, cols = math.prod(leading), weight.numel()
+    passes = norm_passes(rows, cols, bound)
+    made = target(tuple(x.shape), dtype, bound, x.device, (passes[-1].rows, passes[-1].cols, passes[-1].warps))
+    if made is None:
+        return None
     matrix, weight = x.reshape(rows, cols).contiguous(), weight.contiguous()
     rstd = torch.empty(leading, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if layer else rstd
@@ -270,9 +280,6 @@ def _forward(
     if add is not None:
         total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype), device=x.device)
         add = add.reshape(rows, cols).contiguous()
-    passes = norm_passes(
-        rows, cols, observes="observe" in made.ends, of_blocks=made.blocks, columnwise=made.constants["COLUMNWISE"]
-    )
     # statistics that are a pass of their own end in nothing
     ends = made.ends if len(passes) == len(made.ends) else ("plain", *made.ends)
     for end, step in zip(ends, passes, strict=True):
@@ -308,7 +315,7 @@ def _forward(
             BS=step.lanes,
             num_warps=step.warps,
         )
-    return mean, rstd, total
+    return made, mean, rstd, total
 
 
 def rms_norm(
@@ -338,10 +345,10 @@ def rms_norm(
         The stored ``y``; the observed amax (float32 ``[1]``) or None; ``rstd``, float32 of the leading shape; ``s`` in
         torch's promoted dtype, or None without ``add``. None for a cast without a kernel.
     """
-    made = _target(x, weight, dtype, bound)
-    if made is None:
+    done = _forward(x, weight, None, add, dtype, bound, eps, zero_centered_gamma)
+    if done is None:
         return None
-    _, rstd, total = _forward(x, weight, None, add, made, eps, zero_centered_gamma)
+    made, _, rstd, total = done
     return (*made.result(), rstd, total)
 
 
@@ -365,13 +372,8 @@ def layer_norm(
         The stored ``y``; the observed amax (float32 ``[1]``) or None; ``mean`` and ``rstd``, float32 of the leading
         shape. None for a cast without a kernel.
     """
-    made = _target(x, weight, dtype, bound)
-    if made is None:
+    done = _forward(x, weight, bias, None, dtype, bound, eps, zero_centered_gamma)
+    if done is None:
         return None
-    mean, rstd, _ = _forward(x, weight, bias, None, made, eps, zero_centered_gamma)
+    made, mean, rstd, _ = done
     return (*made.result(), mean, rstd)
-
-
-def _target(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, bound: BoundQuantizer | None) -> Target | None:
-    """What the result is stored in; None if a cast, a matrix of the last dim, differs from the norm's matrix."""
-    return target(tuple(x.shape), dtype, bound, x.device) if bound is None or weight.dim() == 1 else None

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from functional_te.quantization.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from functional_te.quantization.tensor import BoundQuantizer
+
 __all__ = ["TILES", "NormGrad", "NormPass", "norm_grad_sizes", "norm_passes", "tile_size"]
 
 # Rows, columns and warps of a tile. Rows of 128 columns are written in whole cache lines, and 64 or more rows make
@@ -20,10 +23,10 @@ TILES: dict[str, tuple[int, int, int]] = {
     "activation_block": (128, 128, 8),
     "activation_grad": (64, 128, 4),
     "activation_grad_block": (128, 128, 8),
-    "gated": (32, 128, 4),
+    "gated": (64, 128, 4),
     "gated_block": (128, 128, 8),
     "gated_grad": (32, 128, 8),
-    "gated_grad_block": (128, 128, 16),
+    "gated_grad_block": (128, 128, 8),
     "sum_rows": (32, 32, 4),
     "dropout": (8, 1024, 4),
 }
@@ -66,27 +69,28 @@ class NormPass(NamedTuple):
 FILL = 132
 
 
-def norm_passes(rows: Any, cols: Any, *, observes: bool, of_blocks: bool, columnwise: bool) -> tuple[NormPass, ...]:
+def norm_passes(rows: Any, cols: Any, bound: BoundQuantizer | None) -> tuple[NormPass, ...]:
     """The passes of a norm over a matrix ``[rows, cols]``; a symbolic size decides nothing.
 
     Statistics are of few long rows at a time: as much in flight as registers hold. A transposed copy needs tall tiles,
     and tall programs over whole rows are too few and too slow (measured on an H200: a third of two passes' bandwidth),
-    so it takes a second pass, of tiles.
+    so it takes a second pass, of tiles. So does a scale that the first pass has to observe.
 
     Args:
         rows, cols: sizes.
-        observes: whether the first pass observes what the second casts.
-        of_blocks: whether tiles are 128 by 128. There are few programs then: statistics are a pass of their own.
-        columnwise: whether there is a transposed copy.
+        bound: how the result is cast, or None.
     """
-    lanes = _lanes(cols, 1024)
-    high = min(4096 // lanes, 64)
-    alone = NormPass(True, observes, high, lanes, _whole(cols, lanes), lanes, 4)
-    if of_blocks:
-        return alone._replace(normalize=False), NormPass(False, True, 128, 128, 128, lanes, 16)
-    if observes or columnwise:
+    lanes = _lanes(cols, 4096)
+    alone = NormPass(True, True, min(4096 // lanes, 64), lanes, _whole(cols, lanes), lanes, 4)
+    if bound is None:
+        return (alone,)
+    observes = type(bound.quantizer) is Float8CurrentScalingQuantizer
+    alone = alone._replace(normalize=observes)
+    if type(bound.quantizer) is Float8BlockQuantizer:
+        return alone, NormPass(False, True, 128, 128, 128, lanes, 8)
+    if observes or bound.quantizer.columnwise:
         many = not isinstance(rows, int) or not isinstance(cols, int) or rows * cols >= 64 * 128 * 2 * FILL
-        return alone, NormPass(False, True, 64 if many else 32, 128, 128, lanes, 4)
+        return alone, NormPass(False, True, 64 if many else 32, 128, 128, lanes, 4 if many else 2)
     return (alone._replace(normalize=True),)
 
 

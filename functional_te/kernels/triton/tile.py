@@ -36,7 +36,7 @@ from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
 INTERPRETED_ = tl.constexpr(INTERPRETED)
 
-__all__ = ["Target", "divide", "offsets", "round_through", "rounded", "store_tile", "target"]
+__all__ = ["Target", "divide", "in_blocks", "offsets", "round_through", "rounded", "store_tile", "target"]
 
 # How a tile ends: as it is; observed only; cast with the scale of delayed or of current scaling; cast in blocks.
 # Kernels compare with these strings: Triton checks on every launch that constants of a module are what they were.
@@ -290,8 +290,11 @@ class Target:
     dtype: torch.dtype = torch.float32
     observed: torch.Tensor | None = None
 
-    def result(self) -> tuple[Any, torch.Tensor | None]:
-        """The stored tensor, and the observed amax (float32 ``[1]``) or None, as :meth:`Backend.store` gives them."""
+    def result(self, dtype: torch.dtype | None = None) -> tuple[Any, torch.Tensor | None]:
+        """The stored tensor, and the observed amax (float32 ``[1]``) or None, as :meth:`Backend.store` gives them.
+
+        ``dtype`` may give a quantized tensor another nominal dtype.
+        """
         row_data, row_scale, col_data, col_scale, *_ = self.arguments
         if self.quantizer is None:
             return row_data, None
@@ -303,7 +306,7 @@ class Target:
             rowwise_scale_inv=row_scale if row else None,
             columnwise_data=col_data if col else None,
             columnwise_scale_inv=col_scale if col else None,
-            dtype=self.dtype,
+            dtype=dtype or self.dtype,
             quantizer=self.quantizer,
         )
         return made, None if self.observed is None else self.observed.view(torch.float32)
@@ -348,8 +351,27 @@ _PLAIN: dict[str, Any] = {
 }
 
 
+def in_blocks(bound: BoundQuantizer | None) -> bool:
+    """Whether a cast takes tiles of 128 by 128."""
+    return bound is not None and type(bound.quantizer) is Float8BlockQuantizer
+
+
+def _packs(rows: Any, tile: tuple[int, int, int]) -> bool:
+    """Whether the transposed copy is written in words of four rows.
+
+    Every thread of such a tile holds all four: it has 16 columns of rows that lie at most a quarter of the tile apart.
+    Elsewhere packing moves bytes between threads, which took four times as long as storing them.
+    """
+    height, width, warps = tile
+    return statically_known_true(rows % 4 == 0) and height * width >= 2048 * warps
+
+
 def target(
-    shape: tuple[Any, ...], dtype: torch.dtype, bound: BoundQuantizer | None, device: torch.device
+    shape: tuple[Any, ...],
+    dtype: torch.dtype,
+    bound: BoundQuantizer | None,
+    device: torch.device,
+    tile: tuple[int, int, int],
 ) -> Target | None:
     """Allocate what a result of ``shape`` is stored in.
 
@@ -358,6 +380,7 @@ def target(
         dtype: nominal dtype of the result.
         bound: how it is cast, or None.
         device: where it lives.
+        tile: rows, columns and warps of the kernel's tiles.
 
     Returns:
         None for a format that :func:`store_tile` does not make.
@@ -366,7 +389,7 @@ def target(
         return Target(("plain",), False, (torch.empty(shape, dtype=dtype, device=device),) * 6, _PLAIN)
     quantizer: Any = bound.quantizer
     rows, cols = rows_of(shape), shape[-1] if shape else 1
-    pack = statically_known_true(rows % 4 == 0)
+    pack = _packs(rows, tile)
     found = _format(quantizer, dtype, pack)
     if found is None:
         return None
