@@ -23,7 +23,7 @@ TILES: dict[str, tuple[int, int, int]] = {
     "activation_block": (128, 128, 8),
     "activation_grad": (64, 128, 4),
     "activation_grad_block": (128, 128, 8),
-    "gated": (64, 128, 4),
+    "gated": (32, 128, 4),
     "gated_block": (128, 128, 8),
     "gated_grad": (32, 128, 8),
     "gated_grad_block": (128, 128, 8),

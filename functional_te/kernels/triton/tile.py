@@ -123,6 +123,7 @@ def rows_of_tile(top, BM: tl.constexpr, PACK: tl.constexpr):
     """Rows of a tile from ``top`` on, int32 ``[BM]``; with PACK in the order that :func:`packed` wants."""
     row = tl.arange(0, BM)
     if PACK:
+        tl.static_assert(BM % 4 == 0)
         row = (row % (BM // 4)) * 4 + row // (BM // 4)
     return top + row
 
