@@ -64,8 +64,8 @@ class RegisteredOp:
 
     def __call__(self, args: Any, opaque: bool = False) -> Any:
         flat = self.schema.encode(args)
-        structure = getattr(_structures, _structure_of(self.name, self.schema.summary(flat)))
-        return pytree.rebuild(structure, self.opaque(*flat) if opaque else self.op(*flat))
+        build = getattr(_builders, _builder_of(self.name, self.schema.summary(flat)))
+        return build(self.opaque(*flat) if opaque else self.op(*flat))
 
     def structure(self, summary: tuple[Any, ...]) -> Any:
         """Structure of the result, from the fake. It depends on what :meth:`Schema.summary` keeps, not on numbers."""
@@ -87,22 +87,22 @@ class RegisteredOp:
 
 
 _by_name: dict[str, RegisteredOp] = {}
-_structures = Table()
-_structure_names: dict[tuple[str, tuple[Any, ...]], str] = {}
+_builders = Table()
+_builder_names: dict[tuple[str, tuple[Any, ...]], str] = {}
 
 
 @torch.compiler.assume_constant_result
-def _structure_of(name: str, summary: tuple[Any, ...]) -> str:
-    """Evaluate the structure of an op's result, for real while a caller is traced.
+def _builder_of(name: str, summary: tuple[Any, ...]) -> str:
+    """Make the function that builds an op's result of its tensors, for real while a caller is traced.
 
     Returns:
-        The name of the structure in the table.
+        The name of the function in the table.
     """
-    key = _structure_names.get((name, summary))
+    key = _builder_names.get((name, summary))
     if key is None:
-        key = f"structure_{len(_structure_names)}"
-        setattr(_structures, key, _by_name[name].structure(summary))
-        _structure_names[name, summary] = key
+        key = f"builder_{len(_builder_names)}"
+        setattr(_builders, key, pytree.rebuilder(_by_name[name].structure(summary)))
+        _builder_names[name, summary] = key
     return key
 
 

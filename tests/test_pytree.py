@@ -79,3 +79,19 @@ def test_results_of_the_library_are_trees() -> None:
                     for own, grads in zip(params, pullback(torch.ones(2, 4)).params, strict=True))  # fmt: skip
     mapped = fte.tree_map(lambda p, g: p - 0.1 * g, params, pullback(torch.ones(2, 4)).params)
     assert all(torch.equal(a, b) for a, b in zip(pytree.leaves(updated), pytree.leaves(mapped), strict=True))
+
+
+def test_a_rebuilder_makes_what_rebuild_makes() -> None:
+    quantized = fte.quantize(torch.randn(4, 32), fte.MXFP8Quantizer(dtype=torch.float8_e4m3fn))
+    tree = fte.FwdResult(quantized, {"b": torch.ones(1), "a": None}, ([torch.zeros(2)], (torch.ones(3),), ()), None)
+    flat: list[torch.Tensor] = []
+    spec = pytree.structure(tree, flat)
+    build = pytree.rebuilder(spec)
+    for made in (build(flat), pytree.rebuild(spec, flat)):
+        assert type(made) is fte.FwdResult
+        assert made.output.quantizer is quantized.quantizer
+        assert pytree.structure(made) == spec
+        assert all(one is other for one, other in zip(pytree.leaves(made), pytree.leaves(tree), strict=True))
+    for wrong in (flat[:-1], [*flat, torch.ones(1)]):
+        with pytest.raises(ValueError, match=f"expected {len(flat)} leaves, got {len(wrong)}"):
+            build(wrong)

@@ -163,3 +163,36 @@ def test_register_torch_pytree() -> None:
 def test_is_torch_pytree__of_builtin_containers() -> None:
     assert compat.is_torch_pytree(dict)
     assert not compat.is_torch_pytree(int)
+
+
+def test_mark_static__reaches_the_graph_of_a_tensor_from_outside() -> None:
+    """Also a tensor that is no buffer: the graph's input is marked as one that stays where it is."""
+
+    class Holder:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    marks = []
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                marks.append(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
+        return graph
+
+    for mark in (False, True):
+        holder = Holder(torch.ones(2))
+        if mark:
+            compat.mark_static(holder.tensor)
+        torch._dynamo.reset()
+        torch.compile(lambda x, holder=holder: x + holder.tensor, backend=backend, fullgraph=True)(torch.ones(2))
+    assert marks[:2] == [None, None]
+    assert sorted(map(str, marks[2:])) == ["None", "unguarded"]
+
+
+@pytest.mark.parametrize("values", [[0.5, 3.0], [7, 1 << 40]])
+def test_clones(values) -> None:
+    tensors = [torch.tensor([value]) for value in values]
+    made = compat.clones(tensors)
+    assert [tensor.tolist() for tensor in made] == [[value] for value in values]
+    assert len({tensor.data_ptr() for tensor in (*tensors, *made)}) == 4
