@@ -201,13 +201,12 @@ def _distinct(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
     unique: list[Any] = []
     slots = []
     for leaf in leaves:
-        slot = -1
-        for position, known in enumerate(unique):
+        slot = 0  # counted by hand: a tracer walks through enumerate()
+        for known in unique:
             if known is leaf:
-                slot = position
                 break
-        if slot < 0:
-            slot = len(unique)
+            slot += 1
+        if slot == len(unique):
             unique.append(leaf)
         slots.append(slot)
     return unique, tuple(slots)

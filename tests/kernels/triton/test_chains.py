@@ -18,7 +18,6 @@ RECIPES: dict[str, Any] = {
     "delayed": R.DelayedScaling(amax_history_len=4),
     "block": R.Float8BlockScaling(),
 }
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 # a product in another order changes roundings to bfloat16, and a few casts behind them
 TOLERANCE = 0.07
 
@@ -36,7 +35,6 @@ CHAINS: dict[str, fte.Chain] = {
     "bias": residual(fte.LayerNorm(48), fte.Linear(48, 80), fte.GELU(), fte.Linear(80, 48)),
     "quantize": residual(fte.RMSNorm(32, zero_centered_gamma=True), fte.Quantize(), fte.Linear(32, 32), fte.Quantize()),
 }
-every_chain = pytest.mark.parametrize("chain", CHAINS)
 
 
 def inputs(chain: fte.Chain, recipe: Any, device: str) -> tuple[Any, Any, Tensor]:
@@ -50,15 +48,17 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-12)).item()
 
 
-@every_recipe
-@every_chain
+@pytest.mark.parametrize(
+    ("chain", "recipe"),
+    [*(("swiglu", recipe) for recipe in RECIPES), ("bias", "delayed"), ("bias", "current"), ("quantize", "delayed")],
+)
 def test_the_pure_functions_agree_with_the_reference(chain: str, recipe: str, device: str) -> None:
     block, own = CHAINS[chain], RECIPES[recipe]
     params, state, x = inputs(block, own, device)
     found = {}
     for backend in ("reference", "triton"):
         outputs, current = [], state
-        for _ in range(3):
+        for _ in range(2):
             out, pullback = fte.vjp(block, params, x, state=current, recipe=own, backend=backend)
             grads = pullback(out.output - x)
             current = fte.update_state(block, own, grads.state)
@@ -70,10 +70,9 @@ def test_the_pure_functions_agree_with_the_reference(chain: str, recipe: str, de
         assert relative(got, want) < TOLERANCE
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_compiled_calls_are_eager_ones(recipe: str, device: str, dynamo: Any) -> None:
+def test_compiled_calls_are_eager_ones(device: str, dynamo: Any) -> None:
     """On the CPU the kernels run in the interpreter, so that ops are opaque; on a GPU a compiler sees through them."""
-    block, own = CHAINS["bias"], RECIPES[recipe]
+    block, own = CHAINS["bias"], RECIPES["delayed"]
     params, state, x = inputs(block, own, device)
     leaves = [leaf.requires_grad_() for leaf in fte.pytree.leaves(params)]
 

@@ -87,7 +87,8 @@ def test_forward(shape: tuple[int, ...], dims: int, dtype: torch.dtype, weight_d
 @pytest.mark.parametrize(
     ("name", "dtype", "shape"),
     [(name, dtype, (37, 200)) for name in FORMATS for dtype in (F32, BF16)]
-    + [(name, BF16, shape) for name in ENDS for shape in ((2, 65, 130), (5, 300), (8, 4100), (1, 1), (0, 48))],
+    + [(name, BF16, shape) for name in ENDS for shape in ((2, 65, 130), (5, 300), (1, 1), (0, 48))]
+    + [("delayed", BF16, (8, 1100))],  # statistics of fewer rows at a time than a word of a transposed copy has
 )
 def test_rms_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: str) -> None:
     x, add = random(*shape, dtype=dtype, device=device), random(*shape, dtype=dtype, device=device, seed=1)
