@@ -45,12 +45,15 @@ class _Active:
         cache_recipe: the recipe of the outermost context if it keeps casts of weights, else None.
         closed: modules whose step was closed inside the graph being traced; None if the outermost context was not
             entered inside a graph.
+        captured: modules whose step was closed inside the CUDA graph being captured; None if the outermost context was
+            not entered inside of a capture.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.recipe: Recipe | None = None
         self.closed: list[Any] | None = None
+        self.captured: list[Any] | None = None
         self.cache_recipe: Recipe | None = None
 
 
@@ -132,6 +135,8 @@ class autocast:
         if _active.depth == 0:
             if torch.compiler.is_compiling():
                 _active.closed = []
+            elif torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                _active.captured = []
             elif not compat.in_backward():
                 _close_step(self.recipe)
                 cache = self.recipe if self.cache_weights else None
@@ -151,7 +156,7 @@ class autocast:
         _active.recipe, _active.closed = self._outer
         _active.depth -= 1
         if _active.depth == 0:
-            _active.cache_recipe = None
+            _active.cache_recipe = _active.captured = None
         self._outer = None
 
 
@@ -159,12 +164,8 @@ def _close_step(recipe: Recipe | None) -> None:
     """Close the step of every module that observed something, and give modules without state fresh state."""
     together: dict[torch.device, list[_Pending]] = {}
     others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     for module in _holders:
         module.prepare_state(recipe)
-        # a CUDA graph that is replayed must not write to modules that have nothing to do with it
-        if capturing and not (module.observed or module.observes_in_graphs):
-            continue
         for role, quantizer, state in module.named_states():
             entry, device = (module, role, quantizer, state), state.read.device
             if has_closing_kernel(quantizer, device):
@@ -236,6 +237,21 @@ def close_in_graph(module: Any, roles: Any, states: dict[str, Any]) -> None:
     close_states_(
         [(quantizer, states[role], None) for role, quantizer in roles if role in module.op.forward_quantizers]
     )
+
+
+def close_captured(module: Any, roles: Any, states: dict[str, Any]) -> None:
+    """Close the step of a module whose context was entered while a CUDA graph is captured, when it first runs in it.
+
+    A graph that is replayed may write to the modules that it runs, and to no other that happens to be alive.
+    """
+    captured = _active.captured
+    if captured is None or not torch.is_grad_enabled() or any(module is known for known in captured):
+        return
+    captured.append(module)
+    entries = [(quantizer, states[role], None) for role, quantizer in roles]
+    written = [tensor for _, state, _ in entries for tensor in (state.read, state.amax_history)]
+    with torch.no_grad(), compat.preserved_versions(tuple(written)):
+        close_states_(entries)
 
 
 def closes_in_graph() -> bool:

@@ -122,8 +122,16 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
 
     A direct kernel call in eager mode, where the dispatcher would cost more than the work.
     """
-    histories = [state[index][role].amax_history for index, role in amaxes]
-    values = list(amaxes.values())
+    histories: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for (index, role), amax in amaxes.items():
+        history = state[index][role].amax_history
+        place = _place(histories, history)  # a module may stand in a chain twice
+        if place < 0:
+            histories.append(history)
+            values.append(amax)
+        else:
+            values[place] = torch.maximum(values[place], amax)
     compiling = torch.compiler.is_compiling()
     if _has_kernel(values[0].device.type):
         if compiling:
@@ -134,6 +142,14 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
     fold = torch.ops.functional_te.fold_amax_ if compiling else _fold_amax
     for history, amax in zip(histories, values, strict=True):
         fold(history, amax)
+
+
+def _place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int:
+    """Where ``tensor`` itself stands in a list, or -1. Traceable."""
+    for place in range(len(tensors)):
+        if tensors[place] is tensor:
+            return place
+    return -1
 
 
 def is_builtin_delayed(quantizer: Quantizer) -> bool:
@@ -178,7 +194,15 @@ def close_states_(entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]])
 
 def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:
     """Fold observations in and close the step of the quantizers that observed, in place."""
-    entries = []
+    entries: list[tuple[Quantizer, Any, torch.Tensor | None]] = []
+    histories: list[torch.Tensor] = []
     for (index, role), amax in amaxes.items():
-        entries.append((dict(plan.state_roles[index])[role], state[index][role], amax))
+        own = state[index][role]
+        place = _place(histories, own.amax_history)
+        if place < 0:
+            histories.append(own.amax_history)
+            entries.append((dict(plan.state_roles[index])[role], own, amax))
+        else:
+            quantizer, known, before = entries[place]
+            entries[place] = (quantizer, known, torch.maximum(before, amax))  # type: ignore[arg-type]
     close_states_(entries)

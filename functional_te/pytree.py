@@ -136,12 +136,12 @@ def _expression(spec: Any, namespace: dict[str, Any], count: list[int]) -> str:
     """The expression that makes a tree of structure ``spec``; the names that it uses go to ``namespace``."""
 
     def named(value: Any) -> str:
-        if value is None or isinstance(value, (bool, int, str)):
+        if type(value) in (bool, int, str, type(None)):
             return repr(value)
         for name, known in namespace.items():
             if known is value:
                 return name
-        name = f"{getattr(value, '__name__', 'constant')}_{len(namespace)}"
+        name = f"constant_{len(namespace)}"
         namespace[name] = value
         return name
 
@@ -158,7 +158,7 @@ def _expression(spec: Any, namespace: dict[str, Any], count: list[int]) -> str:
         fields += [(name, named(value)) for name, value in zip(kind._tree_static, static_values, strict=True)]
         return f"{named(kind)}({', '.join(f'{name}={value}' for name, value in fields)})"
     if kind is dict:
-        return "{" + ", ".join(f"{key!r}: {part}" for key, part in zip(static_values, parts, strict=True)) + "}"
+        return "{" + ", ".join(f"{named(key)}: {part}" for key, part in zip(static_values, parts, strict=True)) + "}"
     if kind is list:
         return f"[{', '.join(parts)}]"
     inner = "".join(f"{part}, " for part in parts)

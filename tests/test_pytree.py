@@ -1,6 +1,7 @@
 """Nodes: frozen keyword-only dataclasses whose children are leaves and whose static fields are structure."""
 
 import dataclasses
+import enum
 
 import optree
 import pytest
@@ -95,3 +96,23 @@ def test_a_rebuilder_makes_what_rebuild_makes() -> None:
     for wrong in (flat[:-1], [*flat, torch.ones(1)]):
         with pytest.raises(ValueError, match=f"expected {len(flat)} leaves, got {len(wrong)}"):
             build(wrong)
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@pytree.node
+class Odd:
+    values: dict
+    function: object = pytree.static()
+    level: Level = pytree.static()
+
+
+def test_a_rebuilder_takes_any_static_value() -> None:
+    tree = Odd(values={Level.LOW: torch.ones(1)}, function=lambda: 1, level=Level.LOW)
+    flat: list[torch.Tensor] = []
+    made = pytree.rebuilder(pytree.structure(tree, flat))(flat)
+    assert made.function is tree.function
+    assert made.level is Level.LOW
+    assert made.values[Level.LOW] is flat[0]

@@ -12,7 +12,7 @@ from bridge.compat import in_backward, mark_static
 from bridge.main_grad import MainGrad, check_one_dtype, main_grad_of, overwriting_once
 from bridge.ops.fusions import FusionCache, registered
 from bridge.ops.layout import Layout
-from bridge.recipe_context import active_recipe, close_in_graph, closes_in_graph, reads_weight_casts
+from bridge.recipe_context import active_recipe, close_captured, close_in_graph, closes_in_graph, reads_weight_casts
 from bridge.state import fold_amaxes_
 from bridge.weight_cache import cached_params, modules_by_serial
 from functional_te import pytree
@@ -59,13 +59,6 @@ def _make_state(names: str) -> str:
     key = f"state_{serial}"
     setattr(_made, key, states)
     return key
-
-
-@torch.compiler.assume_constant_result
-def _note_compiled(serials: str) -> None:
-    """Remember, for real while a caller is traced, that the steps of modules are closed outside of the graph."""
-    for serial in serials.split("/"):
-        modules_by_serial[serial].observes_in_graphs = True
 
 
 class Group(Layout):
@@ -121,8 +114,6 @@ class Group(Layout):
             params = tuple([_params(module, None) for module in self.modules])
             return run(block, params, x, extra_inputs, None, None, kwargs, **options)[0]
         state = self._state(recipe)
-        if compiling and self.quantized and not closes_in_graph():
-            _note_compiled("/".join([module._serial for module in self.quantized]))
         casts = recipe if reads_weight_casts() else None
         params = tuple([_params(module, casts) for module in self.modules])
         reads = state
@@ -213,6 +204,8 @@ class Group(Layout):
                 module.ensure_state(roles)
                 own = module.states(roles)
             close_in_graph(module, roles, own)
+            if not torch.compiler.is_compiling():
+                close_captured(module, roles, own)
             state.append(own)
         return tuple(state)
 

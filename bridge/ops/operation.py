@@ -123,8 +123,6 @@ class BasicOperation(BasicHooks, FusibleOperation):
         self.scales_before_close: dict[str, torch.Tensor] = {}
         # whether an eager forward that is no recomputation observed something that is not closed yet
         self.observed = False
-        # whether it is called in compiled graphs whose steps are closed outside of them
-        self.observes_in_graphs = False
         # casts of weights kept between microbatches, and the quantizers of weights that are stored as casts
         self.weight_casts: dict[str, WeightCast] = {}
         self.wants_casts = False

@@ -26,7 +26,8 @@ Stored = tuple[Any, torch.Tensor | None]
 class Fused:
     """Fused kernels of a backend: functions with the arguments of the method of :class:`Backend` of the same name.
 
-    None: there is none. A function that returns None does not take the case.
+    None: there is none. A function that returns None does not take the case. ``activation_grad`` gets ``needs_bias`` as
+    a bool; ``close_step`` closes steps of delayed scaling in place, and :mod:`bridge.state` calls it.
     """
 
     activation: Callable[..., Any] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from functional_te.kernels.reference.activation import ACTIVATIONS
+from functional_te.kernels.reference.bias import bias_grad
 from functional_te.kernels.te.cast import fuses, maker, quantize, result, sums_rows, transposes
 from functional_te.kernels.te.library import library, takes
 from functional_te.quantization.quantizer import as_matrix
@@ -72,7 +73,7 @@ def activation_grad(
     *,
     dtype: torch.dtype,
     bound: BoundQuantizer | None = None,
-    needs_bias: bool | None = None,
+    needs_bias: bool = False,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None] | None:
     """:meth:`Backend.activation_grad`; None as in :func:`activation`.
 
@@ -88,12 +89,12 @@ def activation_grad(
             assert own is not None
             dbias, made = getattr(kernels, _WITH_BIAS[kind])(dy, x, own.own)
             return *result(made, bound, shape, dtype, own.amax), dbias
-        if needs_bias is None:
+        if not needs_bias:
             own = maker(bound, x.device, transpose=gated or transposes(x))
             assert own is not None
             made = getattr(kernels, _NAMES[kind][1])(dy, x, own.own, *(config or ACTIVATIONS[kind].defaults))
             return *result(made, bound, shape, dtype, own.amax), None
     dx = getattr(kernels, _NAMES[kind][1])(dy, x, None, *(config or ACTIVATIONS[kind].defaults))
-    dbias = dx.sum(0) if needs_bias else None
+    dbias = bias_grad(dx) if needs_bias else None
     dx = dx.view(shape)
     return (dx, None, dbias) if bound is None else (*quantize(dx, bound, dtype), dbias)

@@ -38,7 +38,11 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
         constants: its ``tl.constexpr`` arguments, ``num_warps`` and ``num_stages``.
     """
     if type(probe) in PLAIN_TYPES:
-        kernel[grid](*args, **constants)
+        if probe.is_cuda and probe.device.index != torch.cuda.current_device():
+            with torch.cuda.device(probe.device):  # Triton launches on the current device
+                kernel[grid](*args, **constants)
+        else:
+            kernel[grid](*args, **constants)
     else:
         wrap_triton(kernel)[grid](*args, **constants)
 

@@ -317,6 +317,8 @@ class Target:
 def _format(quantizer: Any, dtype: torch.dtype, pack: bool) -> tuple[Ends, dict[str, Any]] | None:
     """How results of a nominal dtype end that a quantizer casts, and the constants; None without a kernel."""
     kind = type(quantizer)
+    if not (quantizer.rowwise or quantizer.columnwise) or dtype not in _ROUND:
+        return None
     if kind is Float8DelayedScalingQuantizer:
         ends: Ends = ("delayed",)
         numbers = (0.0, False, FLOAT32_MAX)
@@ -327,8 +329,6 @@ def _format(quantizer: Any, dtype: torch.dtype, pack: bool) -> tuple[Ends, dict[
         ends = ("block_1d" if quantizer.block_scaling_dim == 1 else "block_2d",)
         numbers = (quantizer.amax_epsilon, quantizer.power_2_scale, torch.finfo(dtype).max)
     else:
-        return None
-    if not (quantizer.rowwise or quantizer.columnwise):
         return None
     return ends, {
         "ROWWISE": quantizer.rowwise,

@@ -148,3 +148,11 @@ def test_bias_gradient_rounds_first(name: str, device: str) -> None:
     made, amax, bias = cast_bias(dy, bound, dtype=torch.float32, needs_bias=False)
     assert bias is None
     assert_cast((made, amax), dy, bound, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_other_dtypes_are_cast_by_the_reference(dtype: torch.dtype, device: str) -> None:
+    x = torch.arange(-8, 8, device=device).reshape(2, 8).to(dtype)
+    bound = BoundQuantizer(quantizer=Float8CurrentScalingQuantizer(dtype=torch.float8_e4m3fn, columnwise=True))
+    made, wanted = quantize(x, bound)[0], quantize_bound(x, bound)[0]
+    assert torch.equal(made.dequantize(torch.float32), wanted.dequantize(torch.float32))
