@@ -90,9 +90,9 @@ BACKENDS: tuple[Source, ...] = (
     Source("te", _load_te, _missing_te, "Transformer Engine's kernels"),
 )
 
-# ``"auto"``: by device type, the backends to take, the first that can run. Measured on an H200, forward and backward of an
-# MLP block of 512 x 1024 x 4096 with delayed scaling, in a CUDA graph: 0.134 ms, and with graphed callables of Transformer
-# Engine's te.ops 0.863 ms (python -m tests.benchmarks.gpu.run).
+# ``"auto"``: by device type, the backends to take, the first that can run. Measured on an H200 in CUDA graphs, an MLP
+# block of 512 x 1024 x 4096 with delayed scaling, forward and backward: 0.134 ms; graphed callables of Transformer
+# Engine's te.ops: 0.863 ms (python -m tests.benchmarks.gpu.run).
 _ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("reference",)}
 
 _BY_NAME: dict[str, Backend] = {"reference": REFERENCE}
