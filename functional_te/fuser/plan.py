@@ -15,7 +15,7 @@ from functional_te.fuser.match import Refusal, fuse
 from functional_te.fuser.registry import default_fusions
 from functional_te.fuser.rule import Fusions
 from functional_te.fuser.steps import BackwardStep, ForwardStep
-from functional_te.kernels import kernels, resolve_backend
+from functional_te.kernels import kernels, resolve_backend, with_accumulation
 from functional_te.ops import FusedOp, Op, OpRequiresGrad
 from functional_te.quantization.cast import features_multiple
 from functional_te.quantization.quantizers import Quantizer
@@ -37,7 +37,7 @@ class Plan:
         chain: the chain.
         recipe: the recipe, or None for high precision.
         requires_grad: the pattern it was made for.
-        backend: name of the kernel backend.
+        backend: name of the kernel backend; a variant of it where the recipe wants products to accumulate otherwise.
         traceable: whether a compiler can trace through its kernels.
         compute_dtype: the dtype that autocast asks for, or None.
         fusions: the rules it was made with.
@@ -283,6 +283,8 @@ def _make(
 ) -> Plan:
     _check_pattern(block, pattern)
     backend = resolve_backend(*choice)
+    if recipe is not None:
+        backend = with_accumulation(backend, recipe.fast_accumulation)
     flow = _grad_flow(block, pattern)
     forward_quantizers = _quantizers(block, recipe, "forward")
     backward_quantizers = _quantizers(block, recipe, "backward")

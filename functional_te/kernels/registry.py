@@ -18,7 +18,17 @@ import torch
 from functional_te._errors import value_error
 from functional_te.kernels.backend import REFERENCE, Backend, Fused
 
-__all__ = ["BACKENDS", "BackendTable", "Source", "backends", "check_device", "kernels", "observing", "resolve_backend"]
+__all__ = [
+    "BACKENDS",
+    "BackendTable",
+    "Source",
+    "backends",
+    "check_device",
+    "kernels",
+    "observing",
+    "resolve_backend",
+    "with_accumulation",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +157,17 @@ def check_device(name: str, device: str) -> None:
     if missing is not None:
         fix = missing[0].upper() + missing[1:]
         raise value_error("plan", "backend", f"one that can run on {device}", repr(name), fix)
+
+
+def with_accumulation(name: str, fast: tuple[bool, bool, bool]) -> str:
+    """The name of a backend like ``name`` whose forward, input-gradient and weight-gradient products accumulate so."""
+    record = kernels(name)
+    if record.fast_accumulation is None or record.fast_accumulation == fast:
+        return name
+    other = f"{name}, fast accumulation {fast}"
+    if other not in _BY_NAME:
+        _BY_NAME[other] = record.accumulating(fast, other)
+    return other
 
 
 def kernels(name: str) -> Backend:

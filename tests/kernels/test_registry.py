@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -88,6 +89,35 @@ def test_every_backend_has_a_record(name: str) -> None:
     record = kernels(name)
     assert record.name == name
     assert kernels(name) is record
+
+
+def test_a_recipe_says_how_products_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's ``use_split_accumulator``, for backends that have the choice."""
+    mm, seen = fte.recipes.MMParams, []
+
+    def product(name: str) -> Any:
+        def run(*args: Any, fast: bool, **kwargs: Any) -> torch.Tensor:
+            seen.append((name, fast))
+            return getattr(registry.REFERENCE, name)(*args, **kwargs)
+
+        return run
+
+    names = ("gemm_nt", "gemm_nn", "gemm_tn")
+    record = dataclasses.replace(
+        registry.REFERENCE, fast_accumulation=(True, False, False), **{name: product(name) for name in names}
+    )
+    monkeypatch.setattr(registry, "_BY_NAME", {"reference": record})
+    block = fte.chain(fte.Linear(16, 32, bias=False))
+    x, params = torch.randn(4, 16), fte.init(block)
+    recipe = fte.recipes.Float8CurrentScaling(
+        fp8_gemm_fprop=mm(use_split_accumulator=True), fp8_gemm_wgrad=mm(use_split_accumulator=False)
+    )
+    out, pullback = fte.vjp(block, params, x, recipe=recipe)
+    pullback(out.output)
+    assert dict(seen) == {"gemm_nt": False, "gemm_nn": False, "gemm_tn": True}
+    assert fte.plan(block, recipe=fte.recipes.Float8CurrentScaling()).backend == "reference"
+    assert fte.recipes.DelayedScaling().fast_accumulation == (True, False, False)
+    assert fte.recipes.Float8BlockScaling().fast_accumulation == (False, False, False)
 
 
 def test_importing_the_library_imports_no_kernels() -> None:

@@ -1,8 +1,7 @@
 """Products by ``tex.generic_gemm``: cuBLASLt with a bias epilogue, a factor and accumulation.
 
-FP8 products take operands of one family of formats: per tensor, blocks of 128, or MXFP8. As by default in Transformer
-Engine, the forward product of per-tensor formats accumulates fast: partial sums stay in the registers of the tensor
-cores, which hold fewer bits than float32; the other products add them up in float32. High precision products take
+FP8 products take operands of one family of formats: per tensor, blocks of 128, or MXFP8. ``fast`` accumulation is for
+per-tensor formats; see :data:`functional_te.kernels.backend.FAST_ACCUMULATION`. High precision products take
 float16 and bfloat16; float32 would be multiplied in TF32, so the reference does that.
 """
 
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functional_te.kernels import reference
+from functional_te.kernels.backend import FAST_ACCUMULATION
 from functional_te.kernels.reference.gemm import Operand
 from functional_te.kernels.te.cast import PER_TENSOR, transposed
 from functional_te.kernels.te.library import library, takes
@@ -70,23 +70,37 @@ def gemm_nt(
     bias: torch.Tensor | None = None,
     add: torch.Tensor | None = None,
     alpha: float | None = None,
+    fast: bool = FAST_ACCUMULATION[0],
 ) -> torch.Tensor:
     """``[alpha *] a @ b.T (+ bias) (+ add)``; see :func:`functional_te.kernels.reference.gemm.gemm_nt`."""
-    y = _product((a, False), (b, False), (*a.shape[:-1], b.shape[0]), _Call(dtype, bias, add, alpha, False))
+    y = _product((a, False), (b, False), (*a.shape[:-1], b.shape[0]), _Call(dtype, bias, add, alpha, not fast))
     return reference.gemm_nt(a, b, dtype=dtype, bias=bias, add=add, alpha=alpha) if y is None else y
 
 
 def gemm_nn(
-    a: Operand, b: Operand, *, dtype: torch.dtype, add: torch.Tensor | None = None, alpha: float | None = None
+    a: Operand,
+    b: Operand,
+    *,
+    dtype: torch.dtype,
+    add: torch.Tensor | None = None,
+    alpha: float | None = None,
+    fast: bool = FAST_ACCUMULATION[1],
 ) -> torch.Tensor:
     """``[alpha *] a @ b (+ add)``; see :func:`functional_te.kernels.reference.gemm.gemm_nn`."""
-    y = _product((a, False), (b, True), (*a.shape[:-1], b.shape[-1]), _Call(dtype, None, add, alpha))
+    y = _product((a, False), (b, True), (*a.shape[:-1], b.shape[-1]), _Call(dtype, None, add, alpha, not fast))
     return reference.gemm_nn(a, b, dtype=dtype, add=add, alpha=alpha) if y is None else y
 
 
-def gemm_tn(a: Operand, b: Operand, *, dtype: torch.dtype, alpha: float | None = None) -> torch.Tensor:
+def gemm_tn(
+    a: Operand,
+    b: Operand,
+    *,
+    dtype: torch.dtype,
+    alpha: float | None = None,
+    fast: bool = FAST_ACCUMULATION[2],
+) -> torch.Tensor:
     """``[alpha *] a.T @ b``; see :func:`functional_te.kernels.reference.gemm.gemm_tn`."""
-    y = _product((a, True), (b, True), (a.shape[-1], b.shape[-1]), _Call(dtype, alpha=alpha))
+    y = _product((a, True), (b, True), (a.shape[-1], b.shape[-1]), _Call(dtype, None, None, alpha, not fast))
     return reference.gemm_tn(a, b, dtype=dtype, alpha=alpha) if y is None else y
 
 

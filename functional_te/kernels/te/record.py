@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from functional_te.kernels import te
-from functional_te.kernels.backend import REFERENCE, Fused
+from functional_te.kernels.backend import FAST_ACCUMULATION, REFERENCE, Fused
 
 __all__ = ["TRANSFORMER_ENGINE"]
 
@@ -17,6 +17,7 @@ TRANSFORMER_ENGINE = dataclasses.replace(
     gemm_nn=te.gemm_nn,
     gemm_tn=te.gemm_tn,
     transposed_copies=True,
+    fast_accumulation=FAST_ACCUMULATION,
     # the kernels are functions of an extension module
     traceable=False,
     fused=Fused(

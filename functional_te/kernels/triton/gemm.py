@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from functional_te._errors import value_error
 from functional_te.kernels import reference
+from functional_te.kernels.backend import FAST_ACCUMULATION
 from functional_te.kernels.triton import compat
 from functional_te.kernels.triton.launch import INTERPRETED, PLAIN_TYPES
 from functional_te.quantization.fp8_block import BLOCK, transposed
@@ -30,14 +31,9 @@ from functional_te.quantization.quantizers import (
 )
 from functional_te.quantization.tensor import QuantizedTensor
 
-__all__ = ["FAST_ACCUMULATION", "PER_TENSOR", "check_devices", "gemm_nn", "gemm_nt", "gemm_tn", "k_major", "operand"]
+__all__ = ["PER_TENSOR", "check_devices", "gemm_nn", "gemm_nt", "gemm_tn", "k_major", "operand"]
 
 Operand = torch.Tensor | QuantizedTensor
-
-# Which products with one scale per tensor leave partial sums in the tensor core's accumulator of about 14 bits. As in
-# Transformer Engine by default the forward does; those of gradients, and of block scaling, are summed in float32. On an
-# H200 the forward's results are off by 1e-3 to 4e-3 (root mean square), the others' by 1e-4, and 4 to 10 % slower.
-FAST_ACCUMULATION = {"nt": True, "nn": False, "tn": False}
 
 PER_TENSOR = (Float8CurrentScalingQuantizer, Float8DelayedScalingQuantizer)
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,17 +48,19 @@ def gemm_nt(
     bias: torch.Tensor | None = None,
     add: torch.Tensor | None = None,
     alpha: float | None = None,
+    fast: bool = FAST_ACCUMULATION[0],
 ) -> torch.Tensor:
     """``[alpha *] a @ b.T (+ bias) (+ add)``: :func:`functional_te.kernels.reference.gemm.gemm_nt`.
 
-    A bias of ``dtype`` is summed before the product is rounded.
+    A bias of ``dtype`` is summed before the product is rounded. ``fast`` is whether products with one scale per tensor
+    leave their partial sums in the tensor core's own accumulator, of about 14 bits.
 
     Raises:
         ValueError: operands on different devices, or not on a GPU.
     """
     check_devices("gemm_nt", a=a, b=b, bias=bias, add=add)
     inside = bias if bias is not None and bias.dtype is dtype is not torch.float32 else None
-    y = _quantized_product("nt", a, b, dtype, alpha, inside)
+    y = _quantized_product("nt", a, b, dtype, alpha, fast, inside)
     if y is None:
         return reference.gemm_nt(a, b, dtype=dtype, bias=bias, add=add, alpha=alpha)
     if a.dim() != 2:
@@ -73,11 +71,17 @@ def gemm_nt(
 
 
 def gemm_nn(
-    a: Operand, b: Operand, *, dtype: torch.dtype, add: torch.Tensor | None = None, alpha: float | None = None
+    a: Operand,
+    b: Operand,
+    *,
+    dtype: torch.dtype,
+    add: torch.Tensor | None = None,
+    alpha: float | None = None,
+    fast: bool = FAST_ACCUMULATION[1],
 ) -> torch.Tensor:
     """``[alpha *] a @ b (+ add)``: :func:`functional_te.kernels.reference.gemm.gemm_nn`. Raises as above."""
     check_devices("gemm_nn", a=a, b=b, add=add)
-    y = _quantized_product("nn", a, b, dtype, alpha)
+    y = _quantized_product("nn", a, b, dtype, alpha, fast)
     if y is None:
         return reference.gemm_nn(a, b, dtype=dtype, add=add, alpha=alpha)
     if a.dim() != 2:
@@ -85,10 +89,17 @@ def gemm_nn(
     return y if add is None else add + y
 
 
-def gemm_tn(a: Operand, b: Operand, *, dtype: torch.dtype, alpha: float | None = None) -> torch.Tensor:
+def gemm_tn(
+    a: Operand,
+    b: Operand,
+    *,
+    dtype: torch.dtype,
+    alpha: float | None = None,
+    fast: bool = FAST_ACCUMULATION[2],
+) -> torch.Tensor:
     """``[alpha *] a.T @ b``: :func:`functional_te.kernels.reference.gemm.gemm_tn`. Raises as above."""
     check_devices("gemm_tn", a=a, b=b)
-    y = _quantized_product("tn", a, b, dtype, alpha)
+    y = _quantized_product("tn", a, b, dtype, alpha, fast)
     return reference.gemm_tn(a, b, dtype=dtype, alpha=alpha) if y is None else y
 
 
@@ -152,7 +163,13 @@ def _is(condition: Any) -> bool:
 
 
 def _quantized_product(
-    kind: str, a: Operand, b: Operand, dtype: torch.dtype, alpha: float | None, bias: torch.Tensor | None = None
+    kind: str,
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    alpha: float | None,
+    fast: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``[alpha *] left @ right.T (+ bias)``, ``[rows of left, rows of right]``; None if the reference has to do it."""
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)) or not _takes(a, b):
@@ -180,7 +197,7 @@ def _quantized_product(
             _aligned(right[1]),
             dtype=output,
             bias=bias,
-            fast=FAST_ACCUMULATION[kind],
+            fast=fast,
         )
     if not (_is(y.shape[0] == rows) and _is(y.shape[1] == columns)):
         y = y.as_strided((rows, columns), (y.shape[1], 1)).contiguous()

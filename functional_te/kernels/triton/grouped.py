@@ -16,8 +16,9 @@ import torch
 from torch.nn.functional import grouped_mm  # noqa: TID251 - a function, no module
 
 from functional_te.kernels import reference
+from functional_te.kernels.backend import FAST_ACCUMULATION
 from functional_te.kernels.triton import compat
-from functional_te.kernels.triton.gemm import FAST_ACCUMULATION, PER_TENSOR, check_devices, k_major, operand
+from functional_te.kernels.triton.gemm import PER_TENSOR, check_devices, k_major, operand
 from functional_te.quantization.groups import Groups
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import QuantizedTensor
@@ -94,7 +95,7 @@ def _rows_product(
     x = k_major(left[0])
     if x.dtype is right.dtype is _E4M3:
         of_columns = scale[:, None].expand(-1, columns).contiguous()
-        fast = FAST_ACCUMULATION[kind]
+        fast = FAST_ACCUMULATION[0 if kind == "nt" else 1]
         y = compat.grouped_product(x, right, layout.per_tile(left[1], 1), of_columns, ends, fast=fast)
     else:
         y = grouped_mm(x.to(torch.bfloat16), right.to(torch.bfloat16).transpose(1, 2), offs=ends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from functional_te.kernels.backend import REFERENCE, Fused
+from functional_te.kernels.backend import FAST_ACCUMULATION, REFERENCE, Fused
 from functional_te.kernels.triton.activation import activation, activation_grad
 from functional_te.kernels.triton.cast import cast_bias, quantize
 from functional_te.kernels.triton.dropout import dropout
@@ -29,6 +29,7 @@ TRITON = dataclasses.replace(
     grouped_tn=grouped_tn,
     grouped_sum=grouped_sum,
     transposed_copies=True,
+    fast_accumulation=FAST_ACCUMULATION,
     # a compiler cannot trace through the interpreter
     traceable=not INTERPRETED,
     fused=Fused(

@@ -59,7 +59,7 @@ class MMParams(Value):
     """Settings of one matrix product.
 
     Args:
-        use_split_accumulator: whether a GPU kernel accumulates in full precision; the reference always does.
+        use_split_accumulator: whether an FP8 product on a GPU accumulates in float32; the reference always does.
     """
 
     use_split_accumulator: bool = True
@@ -110,6 +110,19 @@ class Recipe(Value):
     def override(self) -> str | None:
         """How the backward departs from the recipe: None, ``"high_precision"`` or ``"dequantized"``."""
         return getattr(self, "backward_override", None)
+
+    @property
+    def fast_accumulation(self) -> tuple[bool, bool, bool]:
+        """Whether the forward, input-gradient and weight-gradient products may accumulate fast on a GPU.
+
+        What ``use_split_accumulator`` of :class:`MMParams` denies; without such fields Transformer Engine's choice.
+        """
+        products = [getattr(self, f"fp8_gemm_{name}", None) for name in ("fprop", "dgrad", "wgrad")]
+        first, second, third = (
+            default if own is None else not own.use_split_accumulator
+            for own, default in zip(products, (True, False, False), strict=True)
+        )
+        return first, second, third
 
 
 def check_format(where: str, value: Any, allowed: tuple[Format, ...] = (Format.HYBRID, Format.E4M3)) -> None:

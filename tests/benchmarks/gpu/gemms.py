@@ -90,15 +90,6 @@ def error(y: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((y.double() - wanted).norm() / wanted.norm())
 
 
-def with_accumulation(fast: bool, kind: str, run: Callable[[], Any]) -> Any:
-    own = gemm.FAST_ACCUMULATION[kind]
-    gemm.FAST_ACCUMULATION[kind] = fast
-    try:
-        return run()
-    finally:
-        gemm.FAST_ACCUMULATION[kind] = own
-
-
 def row(kind: str, tokens: int, h: int, f: int) -> str:
     """One line of the table."""
     product = PRODUCTS[kind]
@@ -107,20 +98,15 @@ def row(kind: str, tokens: int, h: int, f: int) -> str:
     tensor = cast(a, TENSOR), cast(b, TENSOR)
     block = cast(a, ROWS), cast(b, ROWS if kind == "tn" else TILES)
 
-    def rate(pair: tuple[Any, Any]) -> float:
-        return flops / device_ms(lambda: product(*pair, dtype=torch.bfloat16)) / 1e9
+    def rate(pair: tuple[Any, Any], fast: bool = False) -> float:
+        return flops / device_ms(lambda: product(*pair, dtype=torch.bfloat16, fast=fast)) / 1e9
 
-    rates = [
-        rate((a, b)),
-        *(with_accumulation(fast, kind, lambda: rate(tensor)) for fast in (True, False)),
-        rate(block),
-    ]
+    rates = [rate((a, b)), rate(tensor, True), rate(tensor), rate(block)]
     errors = []
     for dtype, pairs in ((torch.bfloat16, (tensor, tensor, block)), (torch.float32, (tensor, tensor))):
         for place, pair in enumerate(pairs):
             wanted = exact(kind, *pair)
-            run = lambda pair=pair, dtype=dtype: product(*pair, dtype=dtype)  # noqa: E731
-            errors.append(error(with_accumulation(place == 0, kind, run), wanted))
+            errors.append(error(product(*pair, dtype=dtype, fast=place == 0), wanted))
             del wanted
     numbers = "".join(f"{value:9.0f}" for value in rates) + " " + "".join(f"{value:9.1e}" for value in errors)
     return f"{tokens:6} {h:6} {f:6} {kind}{numbers}"
