@@ -23,8 +23,8 @@ __all__ = ["FAST_ACCUMULATION", "REFERENCE", "Backend", "Fused"]
 Stored = tuple[Any, torch.Tensor | None]
 
 # Which FP8 products with one scale per tensor leave partial sums in the tensor core's accumulator of about 14 bits,
-# where a recipe does not say: as in Transformer Engine the forward's do, those of input and weight gradients do not. On an
-# H200 the former are off by 1e-3 to 4e-3 (root mean square), the others by 1e-4, and 4 to 10 % slower.
+# where a recipe does not say: as in Transformer Engine the forward's do, those of input and weight gradients do not.
+# On an H200 the former are off by 1e-3 to 4e-3 (root mean square), the others by 1e-4, and 4 to 10 % slower.
 FAST_ACCUMULATION = (True, False, False)
 
 
