@@ -23,8 +23,8 @@ from functional_te.quantization.recipes import Recipe, Role, as_recipe
 
 __all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan", "traced_plan"]
 
-# name or "auto", and the device type or None
-BackendChoice = tuple[str, str | None]
+# name or "auto", alone or with the device type
+BackendChoice = str | tuple[str, str]
 # (main input, parameters of each op in the order of param_names, public extra inputs)
 GradPattern = tuple[bool, tuple[tuple[bool, ...], ...], tuple[bool, ...]]
 
@@ -113,11 +113,17 @@ def plan(
     block = as_chain(block)
     if fusions is not None and not isinstance(fusions, Fusions):
         raise type_error("plan", "fusions", "None or a Fusions", type(fusions).__name__)
-    kind = None if device is None else device.type if isinstance(device, torch.device) else torch.device(device).type
+    if device is None:
+        kind = None
+    else:
+        kind = device.type if type(device) is torch.device else torch.device(device).type
     if torch.compiler.is_compiling():
         return traced_plan(block, recipe, requires_grad, (backend, kind), compute_dtype, fusions)
+    if kind == "cpu" and backend == "auto":
+        backend, kind = "reference", None  # what it means there
     recipe = recipe if recipe is None or isinstance(recipe, Recipe) else as_recipe(recipe)
-    return _find(block, recipe, requires_grad, (backend, kind), compute_dtype, fusions)
+    choice = backend if kind is None else (backend, kind)
+    return _find(block, recipe, requires_grad, choice, compute_dtype, fusions)
 
 
 def _find(
@@ -158,7 +164,7 @@ def _find_while_traced(uids: str, requires_grad: Any, compute_dtype: Any) -> str
         The name of the plan in the table.
     """
     block, recipe, fusions, backend, device = uids.split("/")
-    choice = (backend, device or None)
+    choice = (backend, device) if device else backend
     plan = _find(value_of(block), value_of(recipe), requires_grad, choice, compute_dtype, value_of(fusions))
     for function in on_traced_plan:
         function(plan)
@@ -171,7 +177,7 @@ def traced_plan(
     block: Chain,
     recipe: Recipe | None,
     requires_grad: bool | GradPattern,
-    backend: BackendChoice,
+    backend: tuple[str, str | None],
     compute_dtype: torch.dtype | None,
     fusions: Fusions | None,
 ) -> Plan:
@@ -282,7 +288,7 @@ def _make(
     rules: Fusions,
 ) -> Plan:
     _check_pattern(block, pattern)
-    backend = resolve_backend(*choice)
+    backend = resolve_backend(choice) if isinstance(choice, str) else resolve_backend(*choice)
     if recipe is not None:
         backend = with_accumulation(backend, recipe.fast_accumulation)
     flow = _grad_flow(block, pattern)

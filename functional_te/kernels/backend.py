@@ -129,11 +129,13 @@ class Backend:
         bound: BoundQuantizer | None = None,
     ) -> Stored:
         """The stored activation of ``x``, and the observed amax."""
-        if self.fused.activation is not None:
-            done: Any = self.fused.activation(x, kind, config, interleave, dtype=dtype, bound=bound)
+        fused = self.fused.activation
+        if fused is not None:
+            done: Any = fused(x, kind, config, interleave, dtype=dtype, bound=bound)
             if done is not None:
                 return done
-        return self.store(self.activation_forward(x, kind, config, interleave), dtype, bound)
+        y = self.activation_forward(x, kind, config, interleave)
+        return (y, None) if bound is None and y.dtype is dtype else self.store(y, dtype, bound)
 
     def activation_grad(
         self,
@@ -187,16 +189,20 @@ class Backend:
         add: torch.Tensor | None = None,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
         """The stored RMSNorm of ``x`` or of ``add + x``, the observed amax, ``rstd``, and the sum or None."""
-        how: dict[str, Any] = {"eps": eps, "zero_centered_gamma": zero_centered_gamma}
-        if self.fused.rms_norm is not None:
-            done: Any = self.fused.rms_norm(x, weight, **how, dtype=dtype, bound=bound, add=add)
+        fused = self.fused.rms_norm
+        if fused is not None:
+            done: Any = fused(
+                x, weight, eps=eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, bound=bound, add=add
+            )
             if done is not None:
                 return done
         total = None
         if add is None:
-            y, rstd = self.rms_norm_forward(x, weight, **how)
+            y, rstd = self.rms_norm_forward(x, weight, eps=eps, zero_centered_gamma=zero_centered_gamma)
         else:
-            total, y, rstd = self.add_rms_norm_forward(x, add, weight, **how)
+            total, y, rstd = self.add_rms_norm_forward(x, add, weight, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        if bound is None and y.dtype is dtype:
+            return y, None, rstd, total
         return *self.store(y, dtype, bound), rstd, total
 
     def rms_norm_grad(
