@@ -122,16 +122,9 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
 
     A direct kernel call in eager mode, where the dispatcher would cost more than the work.
     """
-    histories: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for (index, role), amax in amaxes.items():
-        history = state[index][role].amax_history
-        place = _place(histories, history)  # a module may stand in a chain twice
-        if place < 0:
-            histories.append(history)
-            values.append(amax)
-        else:
-            values[place] = torch.maximum(values[place], amax)
+    observed = _by_state(state, amaxes)
+    histories = [own.amax_history for _, own, _ in observed]
+    values = [amax for _, _, amax in observed]
     compiling = torch.compiler.is_compiling()
     if _has_kernel(values[0].device.type):
         if compiling:
@@ -144,12 +137,22 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
         fold(history, amax)
 
 
-def _place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> int:
-    """Where ``tensor`` itself stands in a list, or -1. Traceable."""
-    for place in range(len(tensors)):
-        if tensors[place] is tensor:
-            return place
-    return -1
+def _by_state(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> list[tuple[Any, Any, torch.Tensor]]:
+    """For every state that observed its (op index, role), itself and its amax.
+
+    A module may stand in a chain twice: its amaxes are one. Traceable.
+    """
+    found: list[tuple[Any, Any, torch.Tensor]] = []
+    for key, amax in amaxes.items():
+        own = state[key[0]][key[1]]
+        for place in range(len(found)):
+            first, known, before = found[place]
+            if known.amax_history is own.amax_history:
+                found[place] = (first, known, torch.maximum(before, amax))
+                break
+        else:
+            found.append((key, own, amax))
+    return found
 
 
 def is_builtin_delayed(quantizer: Quantizer) -> bool:
@@ -194,15 +197,6 @@ def close_states_(entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]])
 
 def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:
     """Fold observations in and close the step of the quantizers that observed, in place."""
-    entries: list[tuple[Quantizer, Any, torch.Tensor | None]] = []
-    histories: list[torch.Tensor] = []
-    for (index, role), amax in amaxes.items():
-        own = state[index][role]
-        place = _place(histories, own.amax_history)
-        if place < 0:
-            histories.append(own.amax_history)
-            entries.append((dict(plan.state_roles[index])[role], own, amax))
-        else:
-            quantizer, known, before = entries[place]
-            entries[place] = (quantizer, known, torch.maximum(before, amax))  # type: ignore[arg-type]
-    close_states_(entries)
+    close_states_(
+        [(dict(plan.state_roles[index])[role], own, amax) for (index, role), own, amax in _by_state(state, amaxes)]
+    )

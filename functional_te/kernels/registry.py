@@ -85,11 +85,9 @@ def _missing_triton(device: str) -> str | None:
 def _missing_te(device: str) -> str | None:
     if device != "cuda":
         return f"it runs on CUDA tensors, not on {device}"
-    if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install 'functional_te[te]'"
     from functional_te.kernels import te
 
-    return _old_gpu() or te.available()
+    return te.available() or _old_gpu()
 
 
 BACKENDS: tuple[Source, ...] = (
