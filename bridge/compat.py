@@ -12,7 +12,6 @@ import torch
 from torch.utils import _pytree
 
 __all__ = [
-    "clones",
     "functorch_active",
     "in_backward",
     "is_torch_pytree",
@@ -83,14 +82,6 @@ def wrapper(cls: type[torch.Tensor], size: Any, stride: Any, dtype: torch.dtype,
     """
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
     return made
-
-
-def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A copy of each of some small tensors of one dtype and device, in one launch on a GPU.
-
-    Reason: copies of what many quantizers read would be as many launches, and no public function takes a list.
-    """
-    return list(torch._foreach_add(tensors, 0))
 
 
 def mark_static(tensor: torch.Tensor) -> None:

@@ -177,9 +177,7 @@ def _close_step(recipe: Recipe | None) -> None:
     # the backward of a compiled forward reads the gradient's scale as it is then
     with torch.no_grad(), compat.preserved_versions(tuple(written)):
         for own in together.values():
-            before = list(torch.stack([state.scale for *_, state in own]).unbind())
-            close_states_([(quantizer, state, None) for _, _, quantizer, state in own])
-            _keep_scales(own, before)
+            _keep_scales(own, close_states_([(quantizer, state, None) for _, _, quantizer, state in own], keeps=True))
         for (quantizer, _), own in others.items():
             _keep_scales(own, _update_together(quantizer, [state for *_, state in own]))
     for module in _holders:

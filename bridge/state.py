@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bridge import compat
 from bridge.library import NAMESPACE
 from functional_te.fuser.plan import Plan
 from functional_te.kernels import kernels, resolve_backend
@@ -37,7 +36,8 @@ _library.define(
     "close_step_(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor[] amaxes, float[] limits, int margin, "
     "str algorithm) -> ()"
 )
-_library.define("keep(Tensor[] scales) -> Tensor[]")
+_library.define("keep(Tensor[] read) -> Tensor[]")
+_library.define("keep_scales(Tensor[] scales) -> Tensor[]")
 _library.define("write_(Tensor(a!) target, Tensor value) -> ()")
 
 
@@ -49,15 +49,17 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-def _keep(scales: list[torch.Tensor]) -> list[torch.Tensor]:
-    # scales are positive and keys are integers: adding 0 changes neither
-    together = scales[0].is_cuda and all(scale.dtype is scales[0].dtype for scale in scales)
-    return compat.clones(scales) if together else [scale.clone() for scale in scales]
+def _keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [own.clone() for own in read]
 
 
 def _kernel(device: str) -> Any:
     """The kernel that closes steps on a device type, or None."""
-    return None if device == "cpu" else kernels(resolve_backend("auto", device)).fused.close_step
+    return None if device == "cpu" else _fused(device).close_step
+
+
+def _fused(device: str) -> Any:
+    return kernels(resolve_backend("auto", device)).fused
 
 
 @torch.compiler.assume_constant_result
@@ -79,33 +81,55 @@ def _close_step(
     limits: Sequence[float],
     margin: int,
     algorithm: str,
-) -> None:
+    keeps: bool = False,
+) -> list[torch.Tensor]:
     observed: Sequence[torch.Tensor | None] = amaxes or [None] * len(scales)
-    kernel = _kernel(scales[0].device.type)
-    kernel(scales, amax_histories, observed, limit=limits, margin=margin, algorithm=algorithm)
+    kept: list[torch.Tensor] = _kernel(scales[0].device.type)(
+        scales, amax_histories, observed, limit=limits, margin=margin, algorithm=algorithm, keeps=keeps
+    )
+    return kept
+
+
+def _close_step_(*args: Any) -> None:
+    _close_step(*args)
+
+
+def _keep_scales(scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    copied: list[torch.Tensor] = _fused(scales[0].device.type).copies(scales)
+    return copied
 
 
 # bodies that a compiler looks into: they are launches of kernels
 _library.impl("fold_amaxes_", _fold_amaxes, "CompositeImplicitAutograd")
-_library.impl("close_step_", _close_step, "CompositeImplicitAutograd")
+_library.impl("close_step_", _close_step_, "CompositeImplicitAutograd")
+_library.impl("keep_scales", _keep_scales, "CompositeImplicitAutograd")
 _library.impl("keep", _keep, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::keep", lambda scales: [torch.empty_like(s) for s in scales], lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::keep", lambda read: [torch.empty_like(own) for own in read], lib=_library)
 _library.impl("fold_amax_", _fold_amax, "CompositeExplicitAutograd")
 _library.impl("write_", _write, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::fold_amax_", lambda amax_history, amax: None, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::write_", lambda target, value: None, lib=_library)
 
 
-def keep_scales(plan: Plan, state: Any) -> Any:
-    """``state`` with copies of the forward scales and keys, for use inside a compiled graph.
+def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of scales and keys, for use inside a compiled graph.
 
     Which intermediate a compiler saves for the backward is its choice, and ``scale`` may stand for ``1 / scale``. A
     copy made by an op it cannot look into is what it has to save, so that the live scale may change before the
     backward runs.
     """
+    one_dtype = all(own.dtype is torch.float32 for own in read)
+    if one_dtype and _has_kernel(read[0].device.type):
+        kept: list[torch.Tensor] = torch.ops.functional_te.keep_scales(read)
+        return kept
+    return torch.ops.functional_te.keep(read)  # type: ignore[no-any-return]
+
+
+def keep_scales(plan: Plan, state: Any) -> Any:
+    """``state`` with copies of the forward scales and keys; see :func:`keep`."""
     if not plan.observes:
         return state
-    kept = torch.ops.functional_te.keep([state[index][role].read for index, role in plan.observes])
+    kept = keep([state[index][role].read for index, role in plan.observes])
     copies = [dict(own) for own in state]
     for (index, role), own in zip(plan.observes, kept, strict=True):
         copies[index][role] = copies[index][role].reading(own)
@@ -169,30 +193,42 @@ def has_closing_kernel(quantizer: Quantizer, device: torch.device) -> bool:
     return is_builtin_delayed(quantizer) and _has_kernel(device.type)
 
 
-def close_states_(entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]]) -> None:
+def close_states_(
+    entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]], keeps: bool = False
+) -> list[torch.Tensor]:
     """Close the step of quantizers that observed, in place.
 
     Args:
         entries: a quantizer, its state, and an amax to fold in first or None; of one pass, so all have one or none has.
+        keeps: whether to copy what casts read before (eager mode).
+
+    Returns:
+        With ``keeps`` those copies.
     """
-    groups: dict[tuple[int, str], list[tuple[Any, float, torch.Tensor | None]]] = {}
-    for quantizer, state, amax in entries:
+    groups: dict[tuple[int, str], list[int]] = {}
+    kept: dict[int, torch.Tensor] = {}
+    for place, (quantizer, state, amax) in enumerate(entries):
         if has_closing_kernel(quantizer, state.read.device):
             how = (quantizer.margin, quantizer.amax_compute_algo)  # type: ignore[attr-defined]
-            groups.setdefault(how, []).append((state, quantizer.limit, amax))
+            groups.setdefault(how, []).append(place)
             continue
+        if keeps:
+            kept[place] = state.read.clone()
         new = update_scale(quantizer, state if amax is None else update_amax(state, amax))
         write_(state.read, new.read)
         write_(state.amax_history, new.amax_history)
-    for (margin, algorithm), own in groups.items():
-        scales = [state.scale for state, _, _ in own]
-        histories = [state.amax_history for state, _, _ in own]
+    for (margin, algorithm), places in groups.items():
+        own = [entries[place] for place in places]
+        scales = [state.scale for _, state, _ in own]
+        histories = [state.amax_history for _, state, _ in own]
         amaxes = [amax for _, _, amax in own if amax is not None]
-        limits = [limit for _, limit, _ in own]
+        limits = [quantizer.limit for quantizer, _, _ in own]
         if torch.compiler.is_compiling():
             torch.ops.functional_te.close_step_(scales, histories, amaxes, limits, margin, algorithm)
         else:
-            _close_step(scales, histories, amaxes, limits, margin, algorithm)
+            made = _close_step(scales, histories, amaxes, limits, margin, algorithm, keeps)
+            kept.update(zip(places, made, strict=False))
+    return [kept[place] for place in range(len(entries))] if keeps else []
 
 
 def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:

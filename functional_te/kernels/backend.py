@@ -33,7 +33,8 @@ class Fused:
     """Fused kernels of a backend: functions with the arguments of the method of :class:`Backend` of the same name.
 
     None: there is none. A function that returns None does not take the case. ``activation_grad`` gets ``needs_bias`` as
-    a bool; ``close_step`` closes steps of delayed scaling in place, and :mod:`bridge.state` calls it.
+    a bool. :mod:`bridge.state` calls ``close_step``, which closes steps of delayed scaling in place, and
+    ``copies``, which copies many scales.
     """
 
     activation: Callable[..., Any] | None = None
@@ -45,6 +46,7 @@ class Fused:
     layer_norm_grad: Callable[..., Any] | None = None
     dropout: Callable[..., Any] | None = None
     close_step: Callable[..., Any] | None = None
+    copies: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

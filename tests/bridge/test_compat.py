@@ -188,11 +188,3 @@ def test_mark_static__reaches_the_graph_of_a_tensor_from_outside() -> None:
         torch.compile(lambda x, holder=holder: x + holder.tensor, backend=backend, fullgraph=True)(torch.ones(2))
     assert marks[:2] == [None, None]
     assert sorted(map(str, marks[2:])) == ["None", "unguarded"]
-
-
-@pytest.mark.parametrize("values", [[0.5, 3.0], [7, 1 << 40]])
-def test_clones(values) -> None:
-    tensors = [torch.tensor([value]) for value in values]
-    made = compat.clones(tensors)
-    assert [tensor.tolist() for tensor in made] == [[value] for value in values]
-    assert len({tensor.data_ptr() for tensor in (*tensors, *made)}) == 4

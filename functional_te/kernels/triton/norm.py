@@ -167,8 +167,8 @@ def _forward_kernel(
         program = tl.num_programs(0) - 1 - program
     across = tl.cdiv(N, width)
     top = (program // across) * BM
-    # tiles of statistics alone are of few rows, in any order
-    row = rows_of_tile(top, BM, PACK and NORMALIZE)
+    # tiles that are not cast are of few rows, in any order
+    row = rows_of_tile(top, BM, PACK and NORMALIZE and END != "observe")
     first = (program % across) * width
     last = tl.minimum(first + width, N)
     rows = row < M

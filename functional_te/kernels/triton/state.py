@@ -14,11 +14,13 @@ from functional_te.kernels.triton.launch import launch
 from functional_te.kernels.triton.tile import divide
 from functional_te.quantization.scaling import FLOAT32_MAX
 
-__all__ = ["close_step"]
+__all__ = ["close_step", "copies"]
 
 # Quantizers of a launch: as many as the kernel has arguments for.
 _CHUNK = 8
 _BLOCK = 1024
+# Copies of scales lie 16 bytes apart, which every reader takes for aligned.
+_APART = 4
 _ALGORITHMS = ("max", "most_recent")
 
 
@@ -37,6 +39,52 @@ def _largest(history, observed, L, BLOCK: tl.constexpr):
         largest = _larger(largest, tl.load(history + slot, mask=(slot > 0) & (slot < L), other=-float("inf")))
     # NaN is above every number in the order of the bits of non-negative floats
     return tl.max(tl.abs(largest).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _serve(
+    scale,
+    history,
+    amax,
+    top,
+    place,
+    kept,
+    L,
+    largest_float,
+    FOLDS: tl.constexpr,
+    CLOSES: tl.constexpr,
+    RECENT: tl.constexpr,
+    KEEPS: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Serve one quantizer; ``top`` is its limit times ``2**-margin``. What is kept is the scale as it was."""
+    if KEEPS:
+        tl.store(kept + place * APART, tl.load(scale))
+        tl.debug_barrier()
+    if FOLDS or CLOSES:
+        observed = tl.load(history)
+        if FOLDS:
+            observed = _larger(observed, tl.load(amax))
+        if not CLOSES:
+            tl.store(history, observed)
+        elif observed != 0:
+            if RECENT:
+                largest = observed
+            else:
+                largest = _largest(history, observed, L, BLOCK)
+            usable = (largest > 0.0) & (largest < float("inf"))
+            # a compiler that launches the kernel itself may pass floats as float64
+            new = divide(tl.cast(top, tl.float32), tl.where(usable, largest, 1.0))
+            # every thread has read what it needs before any writes
+            tl.debug_barrier()
+            tl.store(scale, tl.where(usable, tl.minimum(new, tl.cast(largest_float, tl.float32)), tl.load(scale)))
+            for start in tl.range(0, L, BLOCK):
+                slot = start + tl.arange(0, BLOCK)
+                moved = tl.load(history + slot + 1, mask=slot + 1 < L, other=0.0)
+                moved = tl.where(slot == L - 1, observed, moved)
+                tl.debug_barrier()
+                tl.store(history + slot, tl.where(slot == 0, 0.0, moved), mask=slot < L)
 
 
 @triton.jit
@@ -73,64 +121,46 @@ def _close_kernel(
     top5,
     top6,
     top7,
+    kept,
     L,
     largest_float,
+    COUNT: tl.constexpr,
+    FOLDS: tl.constexpr,
     CLOSES: tl.constexpr,
     RECENT: tl.constexpr,
+    KEEPS: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program ``i`` serves quantizer ``i``; ``top`` is its limit times ``2**-margin``."""
+    """Program ``i`` serves quantizer ``i`` of ``COUNT``.
+
+    Branches that are left out at compile time, so that a compiler sees that nothing is written to the other arguments;
+    and calls, because of values that one branch of several yields it takes all for written to if one is.
+    """
     index = tl.program_id(0)
-    # not branches: of values that one branch yields, a compiler takes all for mutated if one is
-    scale, history, amax, top = scale0, history0, amax0, top0
-    scale = tl.where(index == 1, scale1, scale)
-    history = tl.where(index == 1, history1, history)
-    amax = tl.where(index == 1, amax1, amax)
-    top = tl.where(index == 1, top1, top)
-    scale = tl.where(index == 2, scale2, scale)
-    history = tl.where(index == 2, history2, history)
-    amax = tl.where(index == 2, amax2, amax)
-    top = tl.where(index == 2, top2, top)
-    scale = tl.where(index == 3, scale3, scale)
-    history = tl.where(index == 3, history3, history)
-    amax = tl.where(index == 3, amax3, amax)
-    top = tl.where(index == 3, top3, top)
-    scale = tl.where(index == 4, scale4, scale)
-    history = tl.where(index == 4, history4, history)
-    amax = tl.where(index == 4, amax4, amax)
-    top = tl.where(index == 4, top4, top)
-    scale = tl.where(index == 5, scale5, scale)
-    history = tl.where(index == 5, history5, history)
-    amax = tl.where(index == 5, amax5, amax)
-    top = tl.where(index == 5, top5, top)
-    scale = tl.where(index == 6, scale6, scale)
-    history = tl.where(index == 6, history6, history)
-    amax = tl.where(index == 6, amax6, amax)
-    top = tl.where(index == 6, top6, top)
-    scale = tl.where(index == 7, scale7, scale)
-    history = tl.where(index == 7, history7, history)
-    amax = tl.where(index == 7, amax7, amax)
-    top = tl.where(index == 7, top7, top)
-    observed = _larger(tl.load(history), tl.load(amax))
-    if not CLOSES:
-        tl.store(history, observed)
-    elif observed != 0:
-        if RECENT:
-            largest = observed
-        else:
-            largest = _largest(history, observed, L, BLOCK)
-        usable = (largest > 0.0) & (largest < float("inf"))
-        # a compiler that launches the kernel itself may pass floats as float64
-        new = divide(tl.cast(top, tl.float32), tl.where(usable, largest, 1.0))
-        # every thread has read what it needs before any writes
-        tl.debug_barrier()
-        tl.store(scale, tl.where(usable, tl.minimum(new, tl.cast(largest_float, tl.float32)), tl.load(scale)))
-        for start in tl.range(0, L, BLOCK):
-            slot = start + tl.arange(0, BLOCK)
-            moved = tl.load(history + slot + 1, mask=slot + 1 < L, other=0.0)
-            moved = tl.where(slot == L - 1, observed, moved)
-            tl.debug_barrier()
-            tl.store(history + slot, tl.where(slot == 0, 0.0, moved), mask=slot < L)
+    if index == 0:
+        _serve(scale0, history0, amax0, top0, 0, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 1:
+        if index == 1:
+            _serve(scale1, history1, amax1, top1, 1, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 2:
+        if index == 2:
+            _serve(scale2, history2, amax2, top2, 2, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 3:
+        if index == 3:
+            _serve(scale3, history3, amax3, top3, 3, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 4:
+        if index == 4:
+            _serve(scale4, history4, amax4, top4, 4, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 5:
+        if index == 5:
+            _serve(scale5, history5, amax5, top5, 5, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 6:
+        if index == 6:
+            _serve(scale6, history6, amax6, top6, 6, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+    if COUNT > 7:
+        if index == 7:
+            _serve(scale7, history7, amax7, top7, 7, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
 
 
 def close_step(
@@ -142,7 +172,8 @@ def close_step(
     margin: int = 0,
     algorithm: str = "max",
     closes: bool = True,
-) -> None:
+    keeps: bool = False,
+) -> list[torch.Tensor]:
     """Fold observations into the histories of delayed scaling and close their step, in place.
 
     The bits are those of :func:`functional_te.quantization.state.update_amax` and then, if ``closes``,
@@ -157,6 +188,10 @@ def close_step(
         margin: scales are divided by ``2**margin``.
         algorithm: ``"max"`` over the history, or ``"most_recent"``.
         closes: whether the step is closed, or only observations are folded in.
+        keeps: whether to copy the scales first.
+
+    Returns:
+        Copies of the scales as they were, float32 ``[1]`` each; nothing without ``keeps``.
 
     Raises:
         ValueError: another algorithm; sequences of different lengths.
@@ -167,39 +202,63 @@ def close_step(
     for name, given in (("histories", histories), ("amaxes", amaxes), ("limit", limit)):
         if len(given) != len(scales):
             raise value_error(where, name, f"one for each of {len(scales)} scales", len(given))
-    by_length: dict[Any, list[int]] = {}
+    together: dict[Any, list[int]] = {}
+    kept: dict[int, torch.Tensor] = {}
     for index, history in enumerate(histories):
-        if closes or amaxes[index] is not None:
+        folds = amaxes[index] is not None
+        if closes or folds or keeps:
             length: Any = history.shape[0]
             # symbolic ones have no hash
-            by_length.setdefault(length if isinstance(length, int) else str(length), []).append(index)
-    for indices in by_length.values():
+            together.setdefault((length if isinstance(length, int) else str(length), folds), []).append(index)
+    for (_, folds), indices in together.items():
         for start in range(0, len(indices), _CHUNK):
             chunk = indices[start : start + _CHUNK]
-            # Arguments of programs that do not run. Not those of another one: a compiler that makes mutation explicit
-            # would write both back.
-            missing = _CHUNK - len(chunk)
-            idle = [torch.empty_like(scales[0])] * missing if missing else []
-            own = [histories[index] for index in chunk]
-            found = [amaxes[index] for index in chunk]
-            # folding in 0 changes nothing
-            none = torch.zeros_like(scales[0]) if any(amax is None for amax in found) else None
-            launch(
-                _close_kernel,
-                (len(chunk),),
-                own[0],
-                *(scales[index] for index in chunk),
-                *idle,
-                *own,
-                *idle,
-                *(none if amax is None else amax for amax in found),
-                *idle,
-                *(limit[index] * 2.0**-margin for index in chunk),
-                *(0.0 for _ in idle),
-                own[0].shape[0],
-                FLOAT32_MAX,
+            made = _launch(
+                [scales[index] for index in chunk],
+                [histories[index] for index in chunk],
+                [amaxes[index] for index in chunk] if folds else [],
+                [limit[index] * 2.0**-margin for index in chunk],
+                FOLDS=folds,
                 CLOSES=closes,
                 RECENT=algorithm == "most_recent",
-                BLOCK=_BLOCK,
-                num_warps=4,
+                KEEPS=keeps,
             )
+            kept.update(zip(chunk, made, strict=False))
+    return [kept[index] for index in range(len(scales))] if keeps else []
+
+
+def copies(scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each of some scales (float32 ``[1]``), in one launch for every eight."""
+    kept: list[torch.Tensor] = []
+    for start in range(0, len(scales), _CHUNK):
+        chunk = scales[start : start + _CHUNK]
+        kept.extend(_launch(chunk, [], [], [], FOLDS=False, CLOSES=False, RECENT=False, KEEPS=True))
+    return kept
+
+
+def _launch(scales: Any, histories: Any, amaxes: Any, tops: Any, **constants: bool) -> list[torch.Tensor]:
+    """Launch the kernel for at most eight quantizers; arguments that it does not look at may be missing.
+
+    Returns:
+        The copies that were made.
+    """
+    count, device = len(scales), scales[0].device
+    kept = torch.empty((count, _APART), dtype=torch.float32, device=device) if constants["KEEPS"] else None
+    # not one that is written to: a compiler that makes mutation explicit would write both back
+    idle = torch.empty(1, dtype=torch.float32, device=device) if constants["CLOSES"] else scales[0]
+    launch(
+        _close_kernel,
+        (count,),
+        scales[0],
+        *(tensor for own in (scales, histories, amaxes) for tensor in (*own, *[idle] * (_CHUNK - len(own)))),
+        *(*tops, *[0.0] * (_CHUNK - len(tops))),
+        idle if kept is None else kept,
+        histories[0].shape[0] if histories else 0,
+        FLOAT32_MAX,
+        COUNT=count,
+        APART=_APART,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **constants,
+    )
+    return [] if kept is None else [row[:1] for row in kept.unbind()]

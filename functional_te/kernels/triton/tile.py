@@ -142,6 +142,12 @@ def packed(data):
 
 
 @triton.jit
+def as_words(pointer):
+    """A pointer to other data, as a pointer to int32."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
 def bits_of(y):
     """The bits of ``|y|``, as integers that order as the magnitudes do, NaN above all."""
     return tl.abs(y).to(tl.int32, bitcast=True)
@@ -199,10 +205,10 @@ def store_tile(
         M, N: sizes of the matrix.
         row_data: ``[M, N]``; row_scale: ``[1]``, or the factors of its blocks.
         col_data: ``[N, M]``; col_scale: likewise.
-        amax: int32 ``[1]``: bits of the largest magnitude. scale: float32 ``[1]`` of delayed scaling.
+        amax: float32 ``[1]``, the largest magnitude. scale: float32 ``[1]`` of delayed scaling.
         END: "plain", "observe", "delayed", "current", "block_1d" or "block_2d".
         ROWWISE, COLUMNWISE: which copies are written.
-        PACK: whether ``row`` is in the order of :func:`rows_of_tile` and ``col_data`` is int32 ``[N, M / 4]``.
+        PACK: whether ``row`` is in the order of :func:`rows_of_tile` and ``col_data`` is written in words of four.
         ROUND: see :func:`round_through`.
         LIMIT, EPSILON, POWER_OF_2, OVERFLOW: of the quantizer, see :func:`scale_of`.
     """
@@ -215,15 +221,16 @@ def store_tile(
         first = (top == 0) & (left == 0)
         if (END == "observe") or (END == "delayed"):
             largest = tl.max(bits_of(y))
+            known = as_words(amax)
             # the maximum only grows, so a program that sees one as large already has nothing to add
-            if largest > tl.load(amax):
-                tl.atomic_max(amax, largest, sem="relaxed")
+            if largest > tl.load(known):
+                tl.atomic_max(known, largest, sem="relaxed")
         if END != "observe":
             if (END == "delayed") or (END == "current"):
                 if END == "delayed":
                     factor = tl.load(scale)
                 else:
-                    factor = scale_of(tl.load(amax).to(tl.float32, bitcast=True), LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
+                    factor = scale_of(tl.load(amax), LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                 if first:
                     inverse = divide(1.0, factor)
                     if ROWWISE:
@@ -267,7 +274,7 @@ def store_tile(
                 if PACK:
                     word = top // 4 + tl.arange(0, data.shape[0] // 4)
                     held = cols[:, None] & (word < M // 4)[None, :]
-                    tl.store(col_data + offsets(col, word, M // 4), packed(data), mask=held)
+                    tl.store(as_words(col_data) + offsets(col, word, M // 4), packed(data), mask=held)
                 else:
                     tl.store(col_data + offsets(col, row, M), tl.trans(data), mask=tl.trans(inside))
 
@@ -300,8 +307,6 @@ class Target:
         if self.quantizer is None:
             return row_data, None
         row, col = self.constants["ROWWISE"], self.constants["COLUMNWISE"]
-        if self.constants["PACK"]:
-            col_data = col_data.view(self.quantizer.dtype)
         made = QuantizedTensor(
             rowwise_data=row_data if row else None,
             rowwise_scale_inv=row_scale if row else None,
@@ -310,7 +315,7 @@ class Target:
             dtype=dtype or self.dtype,
             quantizer=self.quantizer,
         )
-        return made, None if self.observed is None else self.observed.view(torch.float32)
+        return made, self.observed
 
 
 @functools.cache
@@ -400,11 +405,10 @@ def target(
     if quantizer.rowwise:
         row = torch.empty(shape, dtype=quantizer.dtype, device=device), _scales(quantizer, blocks, rows, cols, device)
     if quantizer.columnwise:
-        words = torch.empty((cols, rows // 4), dtype=torch.int32, device=device) if pack else None
-        data = torch.empty((cols, rows), dtype=quantizer.dtype, device=device) if words is None else words
+        data = torch.empty((cols, rows), dtype=quantizer.dtype, device=device)
         column = data, _scales(quantizer, blocks, cols, rows, device)
     some: Any = row or column
-    amax = some[1] if blocks else torch.zeros(1, dtype=torch.int32, device=device)
+    amax = some[1] if blocks else torch.zeros(1, dtype=torch.float32, device=device)
     scale = some[1] if bound.scale is None else bound.scale
     arguments = (*(row or some), *(column or some), amax, scale)
     return Target(ends, blocks, arguments, constants, quantizer, dtype, amax if quantizer.stateful else None)
