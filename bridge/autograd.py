@@ -12,17 +12,21 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.call import Call, eager_call, flat_call, launch_taken_over, merge_saved, split_saved
+from bridge.call import Call, distinct, eager_call, flat_call, launch_taken_over, merge_saved, split_saved
 from bridge.gate import launcher
+from bridge.program import forward_places, run_program, states
 from bridge.state import close_, fold_amaxes_, keep_scales
 from functional_te import pytree
+from functional_te._value import uid_of
 from functional_te.api import bind_kwargs
 from functional_te.chain import as_chain
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import full_pattern
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
+from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
 from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
+from functional_te.recipes import Recipe
 
 __all__ = ["apply", "run"]
 
@@ -268,6 +272,11 @@ def _run(
     takeovers: Any,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
+    if compiling and not (kwargs or main_grads or takeovers):
+        way = (uid_of(fusions), backend, compute_dtype, (), closes)
+        recorded = _recorded(block, params, x, extra_inputs, state, recipe, way)
+        if recorded is not None:
+            return recorded
     try:
         pattern = _pattern(block, params, x, extra_inputs)
     except (KeyError, IndexError, ValueError, TypeError):
@@ -313,6 +322,44 @@ def _run(
         return [results], {}
     count = 1 + len(block.extra_outputs)
     return list(results[:count]), dict(zip(plan.observes, results[count:], strict=False))
+
+
+def _entries(state: Any, places: list[list[str]]) -> list[torch.Tensor] | None:
+    """What casts read and the amax history of every entry of a state, or None if it does not fit."""
+    if not places:
+        return []
+    entries = []
+    for index, role, field in places:
+        if not isinstance(state, (tuple, list)) or len(state) <= int(index) or role not in state[int(index)]:
+            return None
+        own = state[int(index)][role]
+        if not isinstance(own, (DelayedScalingState, StochasticRoundingState)) or not hasattr(own, field):
+            return None
+        entries.extend([own.read, own.amax_history])
+    reads = entries[::2]
+    if len(distinct(reads)[0]) != len(reads) or any(tensor._base is not None for tensor in entries):
+        return None
+    return entries
+
+
+def _recorded(
+    block: Any, params: Any, x: Any, extra_inputs: Any, state: Any, recipe: Any, way: tuple[Any, ...]
+) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]] | None:
+    """A traced call by its recorded functions; None if the pipeline has to be traced, or to say what does not fit."""
+    if not isinstance(params, (tuple, list)) or len(params) != len(block):
+        return None
+    places: list[list[str]] = []
+    if recipe is not None:
+        if not isinstance(recipe, Recipe):
+            return None
+        places = [place.split(":") for place in states(block.uid, recipe.uid).split()]
+    entries = _entries(state, places)
+    found = None if entries is None else run_program(block, params, x, extra_inputs, entries, recipe, way)
+    if found is None:
+        return None
+    outputs, amaxes, text = found
+    keys = [(int(places[place][0]), places[place][1]) for place in forward_places(text)]
+    return outputs, dict(zip(keys, amaxes, strict=True))
 
 
 def apply(

@@ -19,7 +19,7 @@ from functional_te.quantization.tensor import CachedWeight
 if TYPE_CHECKING:
     from bridge.main_grad import MainGrad
 
-__all__ = ["Call", "Takeover", "eager_call", "flat_call", "launch_taken_over", "merge_saved", "split_saved"]
+__all__ = ["Call", "Takeover", "distinct", "eager_call", "flat_call", "launch_taken_over", "merge_saved", "split_saved"]
 
 
 def split_saved(leaves: list[Any]) -> tuple[list[torch.Tensor], list[Any] | None]:
@@ -179,7 +179,7 @@ def flat_call(plan: Plan, bundle: Any, closes: bool, main_grads: tuple[MainGrad,
         [tuple([state[i][role] for role, _ in roles]) if roles else () for i, roles in enumerate(plan.state_roles)]
     )
     leaves, spec = pytree.tree_flatten((x, own, tuple(extra_inputs), kwarg_values, state_values, targets))
-    unique, slots = _distinct(leaves)
+    unique, slots = distinct(leaves)
     grad_slots, position = [], 0
     for value in (x, *[param for given in own for param in given], *extra_inputs):
         if isinstance(value, torch.Tensor):
@@ -196,7 +196,7 @@ def flat_call(plan: Plan, bundle: Any, closes: bool, main_grads: tuple[MainGrad,
     return call, unique
 
 
-def _distinct(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
+def distinct(leaves: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
     """The distinct objects among ``leaves``, and for every leaf which of them it is. Compares by ``is``: traceable."""
     unique: list[Any] = []
     slots = []

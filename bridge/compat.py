@@ -5,20 +5,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
 __all__ = [
+    "assumed",
+    "compiling",
     "functorch_active",
     "in_backward",
     "is_torch_pytree",
     "mark_static",
     "no_torch_function",
     "preserved_versions",
+    "record",
     "register_torch_pytree",
+    "results",
+    "storage_free_mode",
+    "straight_line",
+    "symbolic_size",
     "wrapper",
     "written_arguments",
 ]
@@ -114,3 +122,94 @@ def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextMana
     and autograd would refuse it after a step was closed.
     """
     return torch.autograd._unsafe_preserve_version_counter(tensors)  # type: ignore[attr-defined]
+
+
+def storage_free_mode() -> tuple[Any, Any]:
+    """A mode in which tensors have no storage and sizes may be symbols, and what knows the symbols.
+
+    Reason: what the pipeline does is written down without data, and fake tensors have no public module.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv(duck_shape=False)
+    return FakeTensorMode(shape_env=environment), environment
+
+
+def symbolic_size(mode: Any, hint: int) -> Any:
+    """A size that stands for any number; ``hint`` is an example.
+
+    Reason: as for :func:`storage_free_mode`.
+    """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=context).shape[0]
+
+
+def assumed(environment: Any) -> bool:
+    """Whether anything was assumed about a symbolic size, but that numbers which depend on it are not 1.
+
+    Those are asked for when strides are looked at, which mean nothing for a size of 1.
+
+    Reason: as for :func:`storage_free_mode`.
+    """
+    known = any(guard.expr.func.__name__ != "Unequality" or guard.expr.rhs != 1 for guard in environment.guards)
+    return bool(known or environment.replacements or environment.deferred_runtime_asserts)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, :func:`torch.compiler.is_compiling` says so.
+
+    Reason: what a compiler calls for real while it traces is not told alike by all versions of PyTorch, and what is
+    written down has to be what a traced call does.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def record(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """The calls of a function of tensors without storage, as a graph module.
+
+    Reason: ``make_fx`` has no stable home yet.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, tracing_mode="fake")(*tensors)
+
+
+def results(graph: Any) -> list[Any]:
+    """The tensors without storage that a recorded graph gave; None and plain values as they are."""
+    (output,) = graph.graph.find_nodes(op="output")
+    return [value.meta["val"] if isinstance(value, torch.fx.Node) else value for value in output.args[0]]
+
+
+def straight_line(graph: Any, rename: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A recorded graph as a plain function of its tensors, with other ops in the place of some.
+
+    A view of a contiguous tensor was recorded; the function takes tensors of any strides.
+
+    Reason: ``python_code`` of a graph is meant for graph modules, whose calls a compiler would guard.
+    """
+    views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            raise NotImplementedError(f"a constant tensor, {node.target}")
+        if node.op != "call_function":
+            continue
+        if node.target in views:
+            node.target = torch.ops.aten.reshape.default
+        elif node.target is torch.ops.aten.sym_size.int:
+            node.op, node.target = "call_method", "size"
+        elif isinstance(node.target, torch._ops.OpOverload):
+            node.target = rename(node.target)
+    code = graph.graph.python_code("self")
+    namespace = dict(code.globals)
+    exec(compile(code.src.replace("def forward(self, ", "def forward("), "<functional_te program>", "exec"), namespace)
+    function: Callable[..., Any] = namespace["forward"]
+    return function

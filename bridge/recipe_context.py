@@ -29,10 +29,12 @@ __all__ = [
     "active_recipe",
     "autocast",
     "close_in_graph",
+    "closed_steps",
     "closes_in_graph",
     "default_recipe",
     "reads_weight_casts",
     "register_holder",
+    "steps_to_close",
 ]
 
 
@@ -86,6 +88,9 @@ class autocast:
 
     The setting belongs to the process, as in Transformer Engine, not to a thread: modules of one process that run in
     several threads share it.
+
+    Entered inside a compiled function, a context may not hold activation checkpointing of modules with delayed scaling
+    (Dynamo refuses what would be remembered of a forward that it traces twice); enter it around the compiled call.
 
     Args:
         enabled: False runs high precision inside.
@@ -235,6 +240,23 @@ def close_in_graph(module: Any, roles: Any, states: dict[str, Any]) -> None:
     close_states_(
         [(quantizer, states[role], None) for role, quantizer in roles if role in module.op.forward_quantizers]
     )
+
+
+def steps_to_close(modules: Any) -> tuple[bool, ...]:
+    """For every module, whether its forward quantizers have to close their step before it runs in this graph.
+
+    Empty if none has to; :func:`closed_steps` says that it was done.
+    """
+    closed = _active.closed
+    if closed is None or not torch.is_grad_enabled():
+        return ()
+    return tuple([not any(module is known for known in closed) for module in modules])
+
+
+def closed_steps(modules: Any) -> None:
+    """Remember that modules have closed their step in this graph."""
+    if _active.closed is not None and torch.is_grad_enabled():
+        _active.closed.extend(modules)
 
 
 def close_captured(module: Any, roles: Any, states: dict[str, Any]) -> None:

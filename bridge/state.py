@@ -7,7 +7,8 @@ copied into the state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,20 +26,22 @@ __all__ = [
     "fold_amaxes_",
     "has_closing_kernel",
     "is_builtin_delayed",
+    "keep",
     "keep_scales",
+    "recording",
     "write_",
 ]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
-_library.define("fold_amaxes_(Tensor(a!)[] amax_histories, Tensor[] amaxes) -> ()")
-_library.define(
-    "close_step_(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor[] amaxes, float[] limits, int margin, "
-    "str algorithm) -> ()"
-)
 _library.define("keep(Tensor[] read) -> Tensor[]")
-_library.define("keep_scales(Tensor[] scales) -> Tensor[]")
 _library.define("write_(Tensor(a!) target, Tensor value) -> ()")
+_signatures = {
+    "fold_amaxes_": "(Tensor(a!)[] amax_histories, Tensor[] amaxes) -> ()",
+    "close_step_": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor[] amaxes, float[] limits, int margin, "
+    "str algorithm) -> ()",
+    "keep_scales": "(Tensor[] scales) -> Tensor[]",
+}
 
 
 def _fold_amax(amax_history: torch.Tensor, amax: torch.Tensor) -> None:
@@ -99,16 +102,46 @@ def _keep_scales(scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copied
 
 
-# bodies that a compiler looks into: they are launches of kernels
-_library.impl("fold_amaxes_", _fold_amaxes, "CompositeImplicitAutograd")
-_library.impl("close_step_", _close_step_, "CompositeImplicitAutograd")
-_library.impl("keep_scales", _keep_scales, "CompositeImplicitAutograd")
+_Launch = tuple[str, Any, Any]
+# Ops that are launches of kernels: a compiler looks into their bodies. Each has a twin with a closed body, and a fake.
+_LAUNCHES: tuple[_Launch, ...] = (
+    ("fold_amaxes_", _fold_amaxes, lambda amax_histories, amaxes: None),
+    ("close_step_", _close_step_, lambda *args: None),
+    ("keep_scales", _keep_scales, lambda scales: [torch.empty_like(scale) for scale in scales]),
+)
+for _name, _body, _fake in _LAUNCHES:
+    _schema = _signatures[_name]
+    _library.define(f"{_name}{_schema}")
+    _library.impl(_name, _body, "CompositeImplicitAutograd")
+    _library.define(f"{_name}_opaque{_schema}")
+    _library.impl(f"{_name}_opaque", _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}_opaque", _fake, lib=_library)
 _library.impl("keep", _keep, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::keep", lambda read: [torch.empty_like(own) for own in read], lib=_library)
 _library.impl("fold_amax_", _fold_amax, "CompositeExplicitAutograd")
 _library.impl("write_", _write, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::fold_amax_", lambda amax_history, amax: None, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::write_", lambda target, value: None, lib=_library)
+
+
+class _Recording:
+    """Whether calls are being written down (:mod:`bridge.recording`), which keeps every op closed."""
+
+    active = False
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Inside, calls of this module's ops are recorded as calls of their closed twins."""
+    _Recording.active = True
+    try:
+        yield
+    finally:
+        _Recording.active = False
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.functional_te, f"{name}_opaque" if _Recording.active else name).default
 
 
 def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -120,9 +153,9 @@ def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     one_dtype = all(own.dtype is torch.float32 for own in read)
     if one_dtype and _has_kernel(read[0].device.type):
-        kept: list[torch.Tensor] = torch.ops.functional_te.keep_scales(read)
+        kept: list[torch.Tensor] = _op("keep_scales")(read)
         return kept
-    return torch.ops.functional_te.keep(read)  # type: ignore[no-any-return]
+    return torch.ops.functional_te.keep(read)
 
 
 def keep_scales(plan: Plan, state: Any) -> Any:
@@ -152,7 +185,7 @@ def fold_amaxes_(state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> Non
     compiling = torch.compiler.is_compiling()
     if _has_kernel(values[0].device.type):
         if compiling:
-            torch.ops.functional_te.fold_amaxes_(histories, values)
+            _op("fold_amaxes_")(histories, values)
         else:
             _fold_amaxes(histories, values)
         return
@@ -224,7 +257,7 @@ def close_states_(
         amaxes = [amax for _, _, amax in own if amax is not None]
         limits = [quantizer.limit for quantizer, _, _ in own]
         if torch.compiler.is_compiling():
-            torch.ops.functional_te.close_step_(scales, histories, amaxes, limits, margin, algorithm)
+            _op("close_step_")(scales, histories, amaxes, limits, margin, algorithm)
         else:
             made = _close_step(scales, histories, amaxes, limits, margin, algorithm, keeps)
             kept.update(zip(places, made, strict=False))

@@ -12,7 +12,16 @@ from bridge.compat import in_backward, mark_static
 from bridge.main_grad import MainGrad, check_one_dtype, main_grad_of, overwriting_once
 from bridge.ops.fusions import FusionCache, registered
 from bridge.ops.layout import Layout
-from bridge.recipe_context import active_recipe, close_captured, close_in_graph, closes_in_graph, reads_weight_casts
+from bridge.program import fold, run_program, slots, states
+from bridge.recipe_context import (
+    active_recipe,
+    close_captured,
+    close_in_graph,
+    closed_steps,
+    closes_in_graph,
+    reads_weight_casts,
+    steps_to_close,
+)
 from bridge.state import fold_amaxes_
 from bridge.weight_cache import cached_params, modules_by_serial
 from functional_te import pytree
@@ -26,12 +35,23 @@ from functional_te.recipes import Recipe
 if TYPE_CHECKING:
     from bridge.ops.operation import BasicOperation
 
-__all__ = ["Group", "StateRoles", "modules_by_serial", "state_roles"]
+__all__ = ["Group", "StateRoles", "modules_by_serial", "state_key", "state_roles"]
 
 StateRoles = tuple[tuple[str, Quantizer], ...]
 
 # states made while a graph was traced
 _made = Table()
+
+
+def state_key(roles: StateRoles) -> str:
+    """What tells states of different roles and quantizers apart, as a string: cheap to guard."""
+    return " ".join(f"{role}:{quantizer.uid}" for role, quantizer in roles)
+
+
+@torch.compiler.assume_constant_result
+def _state_keys(block: str, recipe: str) -> str:
+    """The :func:`state_key` of every op of a chain under a recipe (by uids), one a line."""
+    return "\n".join(map(state_key, state_roles(value_of(block), value_of(recipe))))
 
 
 def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
@@ -85,14 +105,23 @@ class Group(Layout):
         self.custom_fusions = FusionCache(modules)
         self.num_extra_inputs = self.block.num_extra_inputs
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
+        self.quantized_places = tuple([i for i, m in enumerate(modules) if any(m is own for own in self.quantized)])
         self.switching = [m for m in modules if m.evaluation_op is not m.op]
         self.evaluation_block = Chain(tuple(m.evaluation_op for m in modules)) if self.switching else self.block
         self.taking_over = [(i, module) for i, module in enumerate(modules) if module.may_take_over]
         self.accumulating = [(i, module) for i, module in enumerate(modules) if module.accumulate_into_main_grad]
         self.providers = [(index, module) for index, module in enumerate(modules) if module.provides_kwargs]
+        # nothing is asked of the modules but their parameters and state
+        self.plain = len(set(modules)) == len(modules) and not (
+            self.switching or self.taking_over or self.accumulating or self.providers
+        )
 
     def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
         compiling = torch.compiler.is_compiling()
+        if compiling and self.plain and not kwargs:
+            outputs = self._recorded(x, extra_inputs)
+            if outputs is not None:
+                return outputs
         if not compiling and not self.prepared:
             self._prepare(x)
         evaluates = len(self.switching) > 0 and not any(module.training for module in self.switching)
@@ -123,11 +152,57 @@ class Group(Layout):
             block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph(), **options
         )
         if amaxes and torch.is_grad_enabled() and reads is state:
-            fold_amaxes_(state, amaxes)
-            if not compiling and not in_backward():
-                for module in self.quantized:
-                    module.observed = True
+            self._observe(state, amaxes)
         return outputs
+
+    def _observe(self, state: Any, amaxes: Any) -> None:
+        """Fold what a forward that is no recomputation observed into the state."""
+        fold_amaxes_(state, amaxes)
+        if not torch.compiler.is_compiling() and not in_backward():
+            for module in self.quantized:
+                module.observed = True
+
+    def _recorded(self, x: Any, extra_inputs: tuple[Any, ...]) -> list[torch.Tensor] | None:
+        """A traced call by recorded functions, or None; see :mod:`bridge.program`. Reads as little as it can."""
+        if registered.version or reads_weight_casts() or not isinstance(x, torch.Tensor):
+            return None
+        if torch.is_autocast_enabled(x.device.type):
+            return None
+        recipe, block, modules = active_recipe(), self.block.uid, self.modules
+        params: list[Any] = [{}] * len(modules)
+        for slot in slots(block).split():
+            index = int(slot.split(":")[0])
+            params[index] = modules[index]._parameters
+        entries = [] if recipe is None else self._entries(block, recipe)
+        own = [] if recipe is None else self.quantized
+        due = steps_to_close(own)
+        opens = tuple([place for place, is_due in zip(self.quantized_places, due, strict=False) if is_due])
+        way = ("", "auto", None, opens, closes_in_graph())
+        found = run_program(self.block, params, x, extra_inputs, entries, recipe, way)
+        if found is None:
+            return None
+        outputs, amaxes, text = found
+        closed_steps(own)
+        if amaxes and torch.is_grad_enabled():
+            fold(text, entries, amaxes)
+        return outputs
+
+    def _entries(self, block: str, recipe: Recipe) -> list[Any]:
+        """What casts read and the amax history of every entry of the state."""
+        entries: list[Any] = []
+        made: dict[str, Any] = {}
+        keys = _state_keys(block, recipe.uid).split("\n")
+        for place in states(block, recipe.uid).split():
+            index, role, field = place.split(":")
+            module = self.modules[int(index)]
+            if module._state_key == keys[int(index)]:
+                own = module._buffers
+                entries.extend([own[f"{role}_{field}"], own[f"{role}_amax_history"]])
+                continue
+            if index not in made:
+                made[index] = getattr(_made, _make_state(f"{module._serial}/{block}/{recipe.uid}/{index}"))
+            entries.extend([made[index][role].read, made[index][role].amax_history])
+        return entries
 
     def _prepare(self, x: Any) -> None:
         """Before the first eager call: give parameters without storage theirs, as te.ops does."""

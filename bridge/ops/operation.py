@@ -14,7 +14,7 @@ from bridge.call import Takeover
 from bridge.model_init import stored, stored_weight
 from bridge.ops import extra_state
 from bridge.ops.custom import Channels, HookedOp, channels_of, hooked_op
-from bridge.ops.group import Group, StateRoles, modules_by_serial
+from bridge.ops.group import Group, StateRoles, modules_by_serial, state_key
 from bridge.ops.hooks import BasicHooks, FusedHooks
 from bridge.ops.quantizer_view import QuantizerView
 from bridge.quantized_weight import QuantizedWeight
@@ -116,6 +116,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
         # recipe under which the op ran last; a recomputed forward outside of any autocast runs it again
         self._last_recipe: Recipe | None = None
         self._state_roles: StateRoles = ()
+        self._state_key = ""
         self._loaded = False
         # of the keys of stochastic rounding; drawn with the parameters
         self._seed, self._keys_made = 0, 0
@@ -328,7 +329,11 @@ class BasicOperation(BasicHooks, FusibleOperation):
                     fresh.amax_history[:kept] = own.amax_history[:kept]
                     fresh.read.copy_(own.read)
                 self._register_state(role, fresh)
+        self._set_roles(roles)
+
+    def _set_roles(self, roles: StateRoles) -> None:
         self._state_roles = roles
+        self._state_key = state_key(roles)
 
     def _register_state(self, role: str, state: Any) -> None:
         for field in dataclasses.fields(state):
@@ -383,7 +388,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
         if not self._state_roles:
             self.ensure_state(roles)
         elif roles and shapes[0] == shapes[1]:
-            self._state_roles = roles  # what was loaded is closed by the recipe's own functions
+            self._set_roles(roles)  # what was loaded is closed by the recipe's own functions
         self._loaded = False
 
     def named_states(self) -> list[tuple[str, Quantizer, Any]]:
@@ -404,7 +409,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
             return
         for role, _, own in loaded:
             self._register_state(role, own)
-        self._state_roles = tuple((role, quantizer) for role, quantizer, _ in loaded)
+        self._set_roles(tuple((role, quantizer) for role, quantizer, _ in loaded))
         self._loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -422,7 +427,8 @@ class BasicOperation(BasicHooks, FusibleOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the copy too."""
-        state = {**state, "_serial": f"m{next(_serials)}"}
+        # uids are of this process
+        state = {**state, "_serial": f"m{next(_serials)}", "_state_key": state_key(state["_state_roles"])}
         if isinstance(state["op"], tuple):
             self.__dict__.update(state)
             state["op"] = hooked_op(self, state["_serial"], Channels(*state["op"]))

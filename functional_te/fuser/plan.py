@@ -123,10 +123,10 @@ def plan(
         backend, kind = "reference", None  # what it means there
     recipe = recipe if recipe is None or isinstance(recipe, Recipe) else as_recipe(recipe)
     choice = backend if kind is None else (backend, kind)
-    return _find(block, recipe, requires_grad, choice, compute_dtype, fusions)
+    return find_plan(block, recipe, requires_grad, choice, compute_dtype, fusions)
 
 
-def _find(
+def find_plan(
     block: Chain,
     recipe: Recipe | None,
     requires_grad: bool | GradPattern,
@@ -134,12 +134,13 @@ def _find(
     compute_dtype: torch.dtype | None,
     fusions: Fusions | None,
 ) -> Plan:
+    """:func:`plan` of arguments that are what they should be; ``backend`` may come with a device type."""
     rules = default_fusions() if fusions is None else fusions
     key = (recipe, requires_grad, backend, compute_dtype, rules)
     found: Plan | None = block.plans.get(key)  # type: ignore[attr-defined]
     if found is None:
         if isinstance(requires_grad, bool):
-            found = _find(block, recipe, full_pattern(block, requires_grad), backend, compute_dtype, rules)
+            found = find_plan(block, recipe, full_pattern(block, requires_grad), backend, compute_dtype, rules)
         else:
             found = _make(block, recipe, requires_grad, backend, compute_dtype, rules)
         block.plans[key] = found  # type: ignore[attr-defined]
@@ -165,7 +166,7 @@ def _find_while_traced(uids: str, requires_grad: Any, compute_dtype: Any) -> str
     """
     block, recipe, fusions, backend, device = uids.split("/")
     choice = (backend, device) if device else backend
-    plan = _find(value_of(block), value_of(recipe), requires_grad, choice, compute_dtype, value_of(fusions))
+    plan = find_plan(value_of(block), value_of(recipe), requires_grad, choice, compute_dtype, value_of(fusions))
     for function in on_traced_plan:
         function(plan)
     name = f"plan_{uids}_{requires_grad}_{compute_dtype}".replace(".", "_")

@@ -188,3 +188,79 @@ def test_mark_static__reaches_the_graph_of_a_tensor_from_outside() -> None:
         torch.compile(lambda x, holder=holder: x + holder.tensor, backend=backend, fullgraph=True)(torch.ones(2))
     assert marks[:2] == [None, None]
     assert sorted(map(str, marks[2:])) == ["None", "unguarded"]
+
+
+def _sized(rows):
+    """A tensor without storage of ``rows`` rows, a symbol if None, and what knows the symbol."""
+    mode, environment = compat.storage_free_mode()
+    size = compat.symbolic_size(mode, 6) if rows is None else rows
+    with mode:
+        return torch.empty(size, 4), environment
+
+
+def test_storage_free_mode():
+    tensor, _ = _sized(1 << 40)
+    assert tensor.shape == (1 << 40, 4)
+
+
+def test_symbolic_size():
+    mode, _ = compat.storage_free_mode()
+    sizes = [compat.symbolic_size(mode, 6) for _ in range(2)]
+    assert all(isinstance(size, torch.SymInt) for size in sizes)
+    assert str(sizes[0]) != str(sizes[1])
+
+
+@pytest.mark.parametrize(
+    ("question", "assumes"), [(None, False), (lambda n: n % 2 == 0, True), (lambda n: n // 3 != 1, False)]
+)
+def test_assumed(question, assumes):
+    tensor, environment = _sized(None)
+    if question is not None:
+        assert question(tensor.shape[0])
+    assert compat.assumed(environment) == assumes
+
+
+def test_compiling():
+    assert not torch.compiler.is_compiling()
+    with compat.compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+def test_record():
+    tensor, _ = _sized(None)
+    graph = compat.record(lambda x: [x * 2, None], [tensor])
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets == [torch.ops.aten.mul.Tensor]
+
+
+def test_results():
+    tensor, _ = _sized(None)
+    made, nothing, same = compat.results(compat.record(lambda x: [x.sum(1), None, x], [tensor]))
+    assert str(made.shape) == f"torch.Size([{tensor.shape[0]}])"
+    assert nothing is None
+    assert same.shape[1] == 4
+
+
+def test_straight_line():
+    tensor, _ = _sized(None)
+    graph = compat.record(lambda x: [(x * 2).reshape(-1, 2), None, x.shape[0] + 1], [tensor])
+    names = []
+
+    def rename(op):
+        names.append(op)
+        return torch.ops.aten.add.Tensor if op is torch.ops.aten.mul.Tensor else op
+
+    function = compat.straight_line(graph, rename)
+    x = torch.ones(4, 6).t()[:, :4]  # a view of these strides is none
+    y, nothing, size = function(x)
+    assert torch.equal(y, torch.full((12, 2), 3.0))
+    assert nothing is None
+    assert size == 7
+    assert torch.ops.aten.mul.Tensor in names
+
+
+def test_straight_line__constants():
+    graph = compat.record(lambda x: [x + torch.tensor([1.0, 2.0, 3.0, 4.0])], [torch.ones(2, 4)])
+    with pytest.raises(NotImplementedError, match="a constant tensor"):
+        compat.straight_line(graph, lambda op: op)

@@ -21,8 +21,8 @@ def quantized(x: Tensor, name: str, rowwise: bool, columnwise: bool, fp8: torch.
 
 
 # Errors of tensor cores relative to the sum of the magnitudes of the products: of FP8 with and without partial sums in
-# float32 (seen: 1.8e-4 and 4.6e-4), and of 16 bits.
-EXACT, FAST, HALF = 2.0**-11, 2.0**-10, 2.0**-18
+# float32 (seen: 1.8e-4 and 4.6e-4), and of 16 bits, where cuBLAS may round sums over parts of K to the dtype.
+EXACT, FAST, HALF = 2.0**-11, 2.0**-10, 2.0**-15
 
 
 def check_product(actual: Tensor, expected: Tensor, magnitude: Tensor, accumulated: float) -> None:

@@ -27,7 +27,7 @@ RECIPES: dict[str, Any] = {
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 # relative difference of two backends. Products are summed in another order and rounded to bfloat16, after which a cast
 # may fall to the other side: one step of its format.
-TOLERANCE = {"none": 0.01, "current": 0.04, "delayed": 0.04, "block": 0.04, "mxfp8": 0.04, "nvfp4": 0.3}
+TOLERANCE = {"none": 0.01, "current": 0.06, "delayed": 0.06, "block": 0.06, "mxfp8": 0.06, "nvfp4": 0.3}
 DTYPE = torch.bfloat16
 
 
@@ -252,8 +252,7 @@ def test_recomputed_forwards_change_nothing(recipe: str, compiled: bool) -> None
         model = module()
 
         def run(x: Tensor, model: Any = model, recomputes: bool = recomputes) -> Tensor:
-            with bridge.autocast(recipe=RECIPES[recipe]):
-                return checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
+            return checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
 
         call = torch.compile(run, fullgraph=True) if compiled else run
         steps = []
@@ -261,7 +260,8 @@ def test_recomputed_forwards_change_nothing(recipe: str, compiled: bool) -> None
             for parameter in model.parameters():
                 parameter.grad = None
             own = x.clone().requires_grad_()
-            y = call(own)
+            with bridge.autocast(recipe=RECIPES[recipe]):
+                y = call(own)
             (y.float() ** 2).mean().backward()
             grads = [own.grad, *(parameter.grad for parameter in model.parameters())]
             steps.append([y.detach().clone(), *(grad.clone() for grad in grads if grad is not None), *buffers(model)])

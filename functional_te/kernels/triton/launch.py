@@ -1,7 +1,9 @@
 """Launching Triton kernels: directly in eager mode, as a node that the compiler sees while an op's body is traced.
 
 A launch through :func:`torch.library.wrap_triton` is transparent to Inductor, which then calls the compiled kernel with
-no Python in between, but costs an eager caller four times a plain launch. So an eager call is a plain launch.
+no Python in between, but costs an eager caller four times a plain launch. So an eager call is a plain launch; and where
+the same kernel was launched before with arguments of the same kind, a launch of the kernel as it was compiled then,
+which spares the half of the time in which Triton looks at every argument.
 """
 
 from __future__ import annotations
@@ -37,14 +39,43 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
         args: the kernel's arguments in order.
         constants: its ``tl.constexpr`` arguments, ``num_warps`` and ``num_stages``.
     """
-    if type(probe) in PLAIN_TYPES:
-        if probe.is_cuda and probe.device.index != torch.cuda.current_device():
-            with torch.cuda.device(probe.device):  # Triton launches on the current device
-                kernel[grid](*args, **constants)
-        else:
-            kernel[grid](*args, **constants)
-    else:
+    if type(probe) not in PLAIN_TYPES:
         wrap_triton(kernel)[grid](*args, **constants)
+    elif INTERPRETED or not probe.is_cuda:
+        kernel[grid](*args, **constants)
+    elif probe.device.index == torch.cuda.current_device():
+        _launch(kernel, grid, probe.device.index, args, constants)
+    else:
+        with torch.cuda.device(probe.device):  # Triton launches on the current device
+            _launch(kernel, grid, probe.device.index, args, constants)
+
+
+# By kernel, device, kinds of arguments, and constants: the compiled kernel, and constants in the order of parameters.
+_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+# sizes are part of what is remembered; who runs many sizes starts over now and then
+_MOST = 4096
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], device: int, args: Any, constants: dict[str, Any]) -> None:
+    """Launch on the current device, by the kernel that an earlier launch compiled if there is one.
+
+    A kernel is compiled for the dtypes of its pointers, whether they are aligned to 16 bytes, and divisibility of its
+    integers; a key of the integers themselves tells more apart than need be.
+    """
+    kinds = [
+        arg if type(arg) is int else (arg.dtype, arg.data_ptr() & 15) if isinstance(arg, torch.Tensor) else type(arg)
+        for arg in args
+    ]
+    key = (kernel, device, *kinds, *constants.items())
+    known = _compiled.get(key)
+    if known is None:
+        made = kernel[grid](*args, **constants)
+        if len(_compiled) >= _MOST:
+            _compiled.clear()
+        _compiled[key] = made, tuple([constants[name] for name in kernel.arg_names[len(args) :]])
+        return
+    compiled, rest = known
+    compiled[(*grid, 1, 1)[:3]](*args, *rest)
 
 
 def blocks(size: Any, block: int) -> Any:

@@ -369,7 +369,8 @@ def _packs(rows: Any, tile: tuple[int, int, int]) -> bool:
     Elsewhere packing moves bytes between threads, which took four times as long as storing them.
     """
     height, width, warps = tile
-    return statically_known_true(rows % 4 == 0) and height * width >= 2048 * warps
+    divides = rows % 4 == 0 if isinstance(rows, int) else statically_known_true(rows % 4 == 0)
+    return divides and height * width >= 2048 * warps
 
 
 def target(

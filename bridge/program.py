@@ -1,0 +1,222 @@
+"""Chains as straight-line functions: what Dynamo traces in the place of the pipeline.
+
+The forward and the backward of a plan do the same for every call with tensors of the same kind: some custom ops, in
+order, on tensors and constants. So the first compiled call of a kind runs the pipeline once, on tensors without
+storage, and writes down what it does as a function of tensors. Dynamo then traces that function: a few calls with
+literal arguments, and nothing of plans, ops and quantizers, whose attributes it would have to guard. That makes
+tracing quick and a compiled call's guards few.
+
+Everything that decides which function it is goes into one key of strings and constants. Leading dimensions do not: a
+function fits every number of tokens, or else there is none, and the pipeline is traced as it is. So it is for calls
+with forward kwargs, quantized arguments, hooks, or ops without a custom op.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge import recording
+from bridge.call import distinct
+from functional_te._value import Table, uid_of, value_of
+from functional_te.chain import Chain
+from functional_te.fuser.plan import find_plan
+
+__all__ = ["fold", "forward_places", "run_program", "slots", "states"]
+
+_log = logging.getLogger("functional_te")
+_functions = Table()
+# by key, what :func:`_find` returns
+_found: dict[Any, str] = {}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@torch.compiler.assume_constant_result
+def slots(block: str) -> str:
+    """The parameters of a chain (by uid) as ``op:name``, separated by spaces."""
+    return " ".join(f"{i}:{name}" for i, op in enumerate(value_of(block).ops) for name in op.param_names)
+
+
+@torch.compiler.assume_constant_result
+def states(block: str, recipe: str) -> str:
+    """The entries of a chain's state under a recipe (by uids) as ``op:role:field``; the field is what casts read."""
+    try:
+        roles = find_plan(value_of(block), value_of(recipe), True, "reference", None, None).state_roles
+    except (ValueError, TypeError):  # the recipe does not fit: tracing the pipeline says why
+        return "0:none:scale"
+    return " ".join(
+        f"{i}:{role}:{'key' if quantizer.stochastic else 'scale'}"
+        for i, own in enumerate(roles)
+        for role, quantizer in own
+    )
+
+
+@torch.compiler.assume_constant_result
+def _find(key: Any) -> str:
+    """Find or make the functions of a key, for real while a caller is traced.
+
+    Returns:
+        What :class:`_Facts` reads; empty if the pipeline has to be traced.
+    """
+    found = _found.get(key)
+    if found is None:
+        found = _found[key] = _make(recording.Key(*key), f"program_{len(_found)}")
+    return found
+
+
+def _make(key: recording.Key, name: str) -> str:
+    key = key._replace(kinds=tuple(recording.Kind(*kind) for kind in key.kinds))
+    key = key._replace(entries=tuple(recording.Kind(*kind) for kind in key.entries))
+    try:
+        made = recording.record(key)
+    except (ValueError, TypeError, NotImplementedError, recording.Unsupported) as error:
+        # of arguments that do not fit, tracing the pipeline tells the caller
+        _log.info("the pipeline of %s is traced as it is: %s", value_of(key.block), error)
+        return ""
+    for part, function in made.functions.items():
+        setattr(_functions, f"{name}_{part}", function)
+    return made.facts(name)
+
+
+class _Facts:
+    """What a traced caller knows of a recording: read from a string, which no guard is for."""
+
+    def __init__(self, text: str) -> None:
+        name, outputs, observes, differentiable, arguments, forward, backward = text.split(" ")
+        self.name = name
+        self.outputs = int(outputs)
+        self.observes = int(observes)
+        self.differentiable = differentiable == "1"
+        self.arguments = int(arguments)
+        self.forward = [int(place) for place in forward.split(",") if place != ""]
+        self.backward = [int(place) for place in backward.split(",") if place != ""]
+
+
+class ProgramFunction(torch.autograd.Function):
+    """A recorded chain. Arguments are the distinct tensors, what casts read, and the state that the backward writes."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, *tensors: torch.Tensor) -> Any:
+        """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
+        facts = _Facts(text)
+        count = facts.arguments + len(facts.forward)
+        made = getattr(_functions, f"{facts.name}_forward")(*tensors[:count])
+        returned = facts.outputs + facts.observes
+        ctx.save_for_backward(*made[returned:])
+        ctx.text, ctx.entries = text, tensors[count:]
+        ctx.set_materialize_grads(False)
+        if facts.observes:
+            ctx.mark_non_differentiable(*made[facts.outputs : returned])
+        return made[0] if returned == 1 else tuple(made[:returned])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the backward; what it observes is written to the state."""
+        facts = _Facts(ctx.text)
+        # a traced backward always leaves autocast: the state that matters is the one around the compiled call
+        with torch.autocast(grads[0].device.type, enabled=False):
+            function = getattr(_functions, f"{facts.name}_backward")
+            result = function(*ctx.saved_tensors, *ctx.entries, *grads[: facts.outputs])
+        return (None, *result, *([None] * (len(facts.forward) + len(ctx.entries))))
+
+
+def _device(tensor: torch.Tensor) -> Any:
+    return tensor.device.type, tensor.device.index
+
+
+def _definite(tensor: torch.Tensor) -> Any:
+    """The kind of a tensor all of whose sizes are definite."""
+    return tuple([operator.index(size) for size in tensor.shape]), tensor.dtype, _device(tensor)
+
+
+def _open(tensor: torch.Tensor, x: torch.Tensor) -> Any:
+    """The kind of the input ``x`` or of an extra input, whose sizes may differ as the input's leading ones do."""
+    sizes: list[int | str] = []
+    last = x.dim() - 1
+    for axis in range(tensor.dim()):
+        if axis < last and (tensor is x or tensor.shape[axis] == x.shape[axis]):
+            sizes.append(f"size {axis}")
+        else:
+            sizes.append(operator.index(tensor.shape[axis]))
+    return tuple(sizes), tensor.dtype, _device(tensor)
+
+
+def run_program(
+    block: Chain,
+    params: Any,
+    x: Any,
+    extra_inputs: Sequence[Any],
+    entries: Sequence[torch.Tensor],
+    recipe: Any,
+    way: tuple[Any, ...],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], str] | None:
+    """Run a chain by its recorded functions, in code that is being traced.
+
+    Args:
+        block, params, x, extra_inputs, recipe: as for :func:`bridge.apply`.
+        entries: what casts read and the amax history of every entry of the state, in the order of :func:`states`.
+        way: the fields of :class:`bridge.recording.Key` from ``fusions`` to ``closes``.
+
+    Returns:
+        The outputs, the observed forward amaxes, and what :func:`fold` takes; None if the pipeline has to be traced.
+    """
+    leaves = [x]
+    for slot in slots(block.uid).split():
+        index, _, name = slot.partition(":")
+        own = params[int(index)]
+        if name not in own:
+            return None
+        leaves.append(own[name])
+    count = len(leaves)
+    leaves.extend(extra_inputs)
+    for leaf in leaves:
+        if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.dim() == 0:
+            return None
+    graded = torch.is_grad_enabled()
+    flags = tuple([graded and leaf.requires_grad for leaf in leaves])
+    kinds = [_open(x, x)]
+    kinds.extend([_definite(leaf) for leaf in leaves[1:count]])
+    kinds.extend([_open(leaf, x) for leaf in leaves[count:]])
+    unique, places = distinct(leaves)
+    text = _find(
+        (
+            block.uid,
+            uid_of(recipe),
+            *way,
+            flags,
+            tuple(kinds),
+            places,
+            tuple([_definite(tensor) for tensor in entries]),
+        )
+    )
+    if text == "":
+        return None
+    facts = _Facts(text)
+    kept = [entries[2 * place] for place in facts.forward]
+    if len(kept) > 0 and (facts.differentiable or len(way[3]) > 0):
+        own = [entries[2 * place + part] for place in facts.forward for part in (0, 1)]
+        kept = getattr(_functions, f"{facts.name}_begin")(*own)
+    if facts.differentiable:
+        written = [entries[2 * place + part] for place in facts.backward for part in (0, 1)]
+        results = ProgramFunction.apply(text, *unique, *kept, *written)
+        results = [results] if facts.outputs + facts.observes == 1 else results
+    else:
+        results = getattr(_functions, f"{facts.name}_forward")(*unique, *kept)
+    amaxes = results[facts.outputs : facts.outputs + facts.observes]
+    return list(results[: facts.outputs]), list(amaxes), text
+
+
+def fold(text: str, entries: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
+    """Fold the forward's amaxes into the histories among ``entries``, in place; ``text`` comes with the amaxes."""
+    facts = _Facts(text)
+    if facts.observes:
+        getattr(_functions, f"{facts.name}_fold")(*[entries[2 * place + 1] for place in facts.forward], *amaxes)
+
+
+def forward_places(text: str) -> list[int]:
+    """Which entries of the state the amaxes of a call belong to."""
+    return _Facts(text).forward

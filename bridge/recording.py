@@ -1,0 +1,335 @@
+"""Writing down what the pipeline does for one kind of call, as functions of tensors; see :mod:`bridge.program`.
+
+The pipeline runs once on tensors without storage, under :func:`torch.fx.experimental.proxy_tensor.make_fx`, with every
+custom op as one closed call. Leading dimensions are symbols, and a recording that had to assume anything about them is
+given up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bridge import compat
+from bridge import state as states
+from bridge.call import merge_saved, split_saved
+from bridge.gate import launch_opaque
+from bridge.library import NAMESPACE, ensure_registered
+from functional_te import pytree
+from functional_te._value import value_of
+from functional_te.check import check_call, check_state
+from functional_te.fuser.plan import Plan, find_plan, full_pattern
+from functional_te.pipeline import backward_pass, forward_pass
+from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
+from functional_te.quantization.tensor import QuantizedTensor
+
+__all__ = ["Key", "Kind", "Recording", "Unsupported", "record"]
+
+
+# sizes that stand for any number are large in examples, so that numbers of blocks are not 1
+_EXAMPLE = 1 << 20
+
+
+class Unsupported(Exception):
+    """The pipeline does something that no function of tensors does, or not the same for all numbers of tokens."""
+
+
+class Kind(NamedTuple):
+    """What a function depends on of a tensor.
+
+    Attributes:
+        sizes: an int for a definite size, a string that names a size that may differ from call to call.
+        dtype: element type.
+        device: type and index.
+    """
+
+    sizes: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: tuple[str, int | None]
+
+
+class Key(NamedTuple):
+    """What decides which functions a call runs.
+
+    Attributes:
+        block, recipe, fusions: uids.
+        backend: the name asked for.
+        compute_dtype: the dtype that autocast asks for, or None.
+        opens: ops whose forward quantizers close their step before the call.
+        closes: whether the backward closes the step of its quantizers.
+        flags: for the input, every parameter and every extra input, whether it needs a gradient.
+        kinds: of the same tensors.
+        places: which argument each of them is; one that stands in several places is passed once.
+        entries: kinds of the state's tensors, two for every entry.
+    """
+
+    block: str
+    recipe: str
+    fusions: str
+    backend: str
+    compute_dtype: torch.dtype | None
+    opens: tuple[int, ...]
+    closes: bool
+    flags: tuple[bool, ...]
+    kinds: tuple[Kind, ...]
+    places: tuple[int, ...]
+    entries: tuple[Kind, ...]
+
+
+@dataclasses.dataclass
+class Recording:
+    """What was written down.
+
+    Attributes:
+        outputs: number of main and extra outputs of the forward.
+        observes: number of amaxes that follow them. What the backward needs comes last.
+        differentiable: whether there is a backward.
+        functions: ``begin`` (from the forward's entries to what casts read), ``forward`` (from distinct arguments and
+            what casts read), ``fold`` (from the forward's histories and amaxes to nothing), ``backward`` (from what was
+            saved, the backward's entries and gradients of the outputs to gradients of the distinct arguments).
+        arguments: number of distinct tensors.
+        forward, backward: which entries of the state are the forward's and the backward's.
+    """
+
+    outputs: int
+    observes: int
+    differentiable: bool
+    functions: dict[str, Callable[..., Any]]
+    arguments: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    def facts(self, name: str) -> str:
+        """Its numbers as a text without guards, after the ``name`` of its functions."""
+        places = [",".join(map(str, own)) for own in (self.forward, self.backward)]
+        return f"{name} {self.outputs} {self.observes} {int(self.differentiable)} {self.arguments} {' '.join(places)}"
+
+
+class _Recorder:
+    """Runs the parts of one call on tensors without storage."""
+
+    def __init__(self, key: Key, plan: Plan) -> None:
+        self.key = key
+        self.plan = plan
+        self.outputs = self.saved_count = 0
+        self.saved_spec: Any = None
+        self.saved_values: list[Any] | None = None
+        self.mode, self.environment = compat.storage_free_mode()
+        named: dict[Any, Any] = {}
+        self.leaves = [self._tensor(kind, named) for kind in key.kinds]
+        self.unique: list[Any] = [None] * (max(key.places) + 1)
+        for leaf, place in zip(self.leaves, key.places, strict=True):
+            if self.unique[place] is None:
+                self.unique[place] = leaf
+        tensors = [self._tensor(kind, named) for kind in key.entries]
+        roles = [(i, role, quantizer) for i, own in enumerate(plan.state_roles) for role, quantizer in own]
+        if len(tensors) != 2 * len(roles):
+            raise Unsupported("the state does not fit the recipe")
+        self.entries = {
+            (index, role): (quantizer, tensors[2 * place], tensors[2 * place + 1])
+            for place, (index, role, quantizer) in enumerate(roles)
+        }
+        self.forward_entries = [key for key in self.entries if key in set(plan.observes)]
+        self.backward_entries = [key for key in self.entries if key not in set(plan.observes)]
+
+    def _tensor(self, kind: Kind, named: dict[Any, Any]) -> Any:
+        """A tensor of a kind; one dict of named sizes for all."""
+        own = [size for size in kind.sizes if isinstance(size, str)]
+        for size in own:
+            if size not in named:
+                named[size] = compat.symbolic_size(self.mode, _EXAMPLE + 2 * len(named))
+        sizes = [named[size] if isinstance(size, str) else size for size in kind.sizes]
+        with self.mode:
+            return torch.empty(sizes, dtype=kind.dtype, device=_device(kind))
+
+    def _arguments(self, unique: Sequence[Any]) -> tuple[Any, tuple[dict[str, Any], ...], tuple[Any, ...]]:
+        leaves = iter([unique[place] for place in self.key.places])
+        x = next(leaves)
+        params = tuple([{name: next(leaves) for name in op.param_names} for op in self.plan.chain.ops])
+        return x, params, tuple(leaves)
+
+    def _state(self, values: dict[tuple[int, str], tuple[Any, Any]]) -> tuple[dict[str, Any], ...]:
+        state: list[dict[str, Any]] = [{} for _ in self.plan.chain.ops]
+        for (index, role), (read, history) in values.items():
+            if self.entries[index, role][0].stochastic:
+                state[index][role] = StochasticRoundingState(key=read, amax_history=history)
+            else:
+                state[index][role] = DelayedScalingState(scale=read, amax_history=history)
+        return tuple(state)
+
+    def check(self) -> None:
+        """Raise what a call raises whose arguments do not fit."""
+        x, params, extra_inputs = self._arguments(self.unique)
+        check_call(self.plan, params, x, extra_inputs)
+        whole = self._state({key: own[1:] for key, own in self.entries.items()})
+        check_state(self.plan, whole if self.plan.recipe is not None else None, x.device)
+
+    def begin(self, *tensors: Any) -> list[Any]:
+        """Close the steps that are to be closed, and copy what casts read."""
+        values = dict(zip(self.forward_entries, zip(tensors[::2], tensors[1::2], strict=True), strict=True))
+        state = self._state(values)
+        states.close_states_(
+            [
+                (self.entries[index, role][0], state[index][role], None)
+                for index, role in self.forward_entries
+                if index in self.key.opens
+            ]
+        )
+        return states.keep(list(tensors[::2])) if tensors else []
+
+    def forward(self, *tensors: Any) -> list[Any]:
+        """Outputs, amaxes and what is saved; tells the rest by attributes."""
+        plan, count = self.plan, len(self.unique)
+        x, params, extra_inputs = self._arguments(tensors[:count])
+        reads = dict(zip(self.forward_entries, tensors[count:], strict=True))
+        state = self._state({key: (read, None) for key, read in reads.items()})
+        outcome = forward_pass(plan, x, params, state, extra_inputs, {}, launch_opaque)
+        output = outcome.output.dequantize() if isinstance(outcome.output, QuantizedTensor) else outcome.output
+        outputs = [output, *outcome.extra_outputs]
+        if plan.any_alias and plan.output_requires_grad:
+            # an autograd function may not return its input, nor one storage twice
+            outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
+        self.outputs = len(outputs)
+        amaxes = [outcome.amaxes.get(key) for key in plan.observes]
+        zero = [amax for amax in amaxes if amax is None]
+        # a tensor that came in quantized was not observed, which an amax of 0 means
+        none = output.new_zeros(1, dtype=torch.float32) if zero else None
+        leaves, self.saved_spec = pytree.tree_flatten(outcome.saved)
+        saved, self.saved_values = split_saved(leaves)
+        if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in self.saved_values or ()):
+            raise Unsupported("a size is saved for the backward")
+        return [*outputs, *[none if amax is None else amax for amax in amaxes], *saved]
+
+    def fold(self, *tensors: Any) -> list[Any]:
+        """Fold amaxes into the forward's histories."""
+        count = len(self.forward_entries)
+        state = self._state(
+            {key: (history, history) for key, history in zip(self.forward_entries, tensors[:count], strict=True)}
+        )
+        states.fold_amaxes_(state, dict(zip(self.plan.observes, tensors[count:], strict=True)))
+        return []
+
+    def backward(self, *tensors: Any) -> list[Any]:
+        """Gradients of the distinct arguments, None where none is needed."""
+        plan, saved_count = self.plan, self.saved_count
+        entries = tensors[saved_count : saved_count + 2 * len(self.backward_entries)]
+        grads = tensors[saved_count + len(entries) :]
+        saved = pytree.tree_unflatten(self.saved_spec, merge_saved(self.saved_values, tensors[:saved_count]))
+        state = self._state(
+            dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
+        )
+        outcome = backward_pass(plan, saved, state, grads[0], grads[1:], launch_opaque)
+        if outcome.amaxes:
+            if self.key.closes:
+                states.close_(plan, state, outcome.amaxes)
+            else:
+                states.fold_amaxes_(state, outcome.amaxes)
+        found = [outcome.grad_input, *[g for own in outcome.grad_params for g in own], *outcome.grad_extra_inputs]
+        result: list[Any] = [None] * len(self.unique)
+        for grad, place, needed in zip(found, self.key.places, self.key.flags, strict=True):
+            if grad is not None and needed:
+                result[place] = grad if result[place] is None else result[place] + grad
+        return result
+
+    def trace(self, function: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """``function`` written down, and what it gives."""
+        graph = compat.record(function, tensors)
+        made = compat.results(graph)
+        if compat.assumed(self.environment):
+            raise Unsupported("it depends on the number of tokens")
+        return compat.straight_line(graph, self._rename), made
+
+    def _rename(self, op: Any) -> Any:
+        """The custom op that stands in the function for one that was recorded closed."""
+        namespace, _, name = op.name().partition("::")
+        if namespace != NAMESPACE or not name.endswith("_opaque") or not self.plan.traceable:
+            return op
+        return getattr(getattr(torch.ops, NAMESPACE), name.removesuffix("_opaque")).default
+
+
+def _device(kind: Kind) -> torch.device:
+    name, index = kind.device
+    return torch.device(name) if index is None else torch.device(name, index)
+
+
+def _check_ops(plan: Plan) -> None:
+    """Raise for an op that runs other Python than the project's, or has no custom op."""
+    for op in [step.op for step in plan.forward] + [step.op for step in plan.backward]:
+        kind = type(op)
+        reason = ensure_registered(kind)
+        if reason is not None:
+            raise Unsupported(reason)
+        inline = getattr(kind, "inline_forward", False) or getattr(kind, "inline_backward", False)
+        if inline and not kind.__module__.startswith("functional_te."):
+            raise Unsupported(f"{kind.__name__} is inline")
+
+
+def _record(key: Key) -> Recording:
+    block, recipe, fusions = value_of(key.block), value_of(key.recipe), value_of(key.fusions)
+    flags = iter(key.flags)
+    pattern: Any = (next(flags), tuple(tuple(next(flags) for _ in op.param_names) for op in block.ops), tuple(flags))
+    if not any(key.flags):
+        pattern = full_pattern(block, False)
+    plan = find_plan(block, recipe, pattern, (key.backend, key.kinds[0].device[0]), key.compute_dtype, fusions)
+    _check_ops(plan)
+    recorder = _Recorder(key, plan)
+    recorder.check()
+    functions: dict[str, Callable[..., Any]] = {}
+    own = [tensor for entry in recorder.forward_entries for tensor in recorder.entries[entry][1:]]
+    reads, histories = own[::2], own[1::2]
+    with states.recording():
+        if own:
+            functions["begin"], _ = recorder.trace(recorder.begin, own)
+        functions["forward"], made = recorder.trace(recorder.forward, [*recorder.unique, *reads])
+        observes = len(plan.observes)
+        if observes:
+            amaxes = made[recorder.outputs : recorder.outputs + observes]
+            functions["fold"], _ = recorder.trace(recorder.fold, [*histories, *amaxes])
+        if plan.output_requires_grad:
+            saved = made[recorder.outputs + observes :]
+            recorder.saved_count = len(saved)
+            with recorder.mode:
+                grads = [torch.empty(out.shape, dtype=out.dtype, device=out.device) for out in made[: recorder.outputs]]
+            backward_own = [t for entry in recorder.backward_entries for t in recorder.entries[entry][1:]]
+            functions["backward"], _ = recorder.trace(recorder.backward, [*saved, *backward_own, *grads])
+    order = list(recorder.entries)
+    return Recording(
+        outputs=recorder.outputs,
+        observes=observes,
+        differentiable=plan.output_requires_grad,
+        functions=functions,
+        arguments=len(recorder.unique),
+        forward=tuple(order.index(entry) for entry in recorder.forward_entries),
+        backward=tuple(order.index(entry) for entry in recorder.backward_entries),
+    )
+
+
+def record(key: Key) -> Recording:
+    """Record the functions of a key.
+
+    In a thread of its own, because the caller's is tracing: what is active there must not see this.
+
+    Raises:
+        Unsupported: the call cannot be written down.
+        ValueError, TypeError: arguments that do not fit, as in eager mode.
+    """
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad(), compat.compiling():
+                outcome.append(_record(key))
+        except BaseException as error:  # handed to the caller
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    (made,) = outcome
+    if isinstance(made, BaseException):
+        raise made
+    return made
