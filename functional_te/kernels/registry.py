@@ -17,6 +17,7 @@ import torch
 
 from functional_te._errors import value_error
 from functional_te.kernels.backend import REFERENCE, Backend, Fused
+from functional_te.torch_compat import assume_constant_result
 
 __all__ = [
     "BACKENDS",
@@ -117,7 +118,7 @@ def _source(name: str) -> Source:
 _found: dict[str, str] = {}
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _first(device: str) -> str:
     """What ``"auto"`` means. Runs for real even while a caller is traced."""
     if device not in _found:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from functional_te.kernels.reference.activation import ACTIVATIONS
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
@@ -21,6 +20,7 @@ from functional_te.kernels.triton.sizes import tile_size
 from functional_te.kernels.triton.tile import in_blocks, offsets, rows_of_tile, store_tile, target
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer
+from functional_te.torch_compat import statically_known_true
 
 __all__ = ["activation", "activation_grad"]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from functional_te._errors import value_error
 from functional_te.kernels import reference
@@ -30,6 +29,7 @@ from functional_te.quantization.quantizers import (
     Float8DelayedScalingQuantizer,
 )
 from functional_te.quantization.tensor import QuantizedTensor
+from functional_te.torch_compat import statically_known_true
 
 __all__ = ["PER_TENSOR", "check_devices", "gemm_nn", "gemm_nt", "gemm_tn", "k_major", "operand"]
 

@@ -4,7 +4,7 @@ A forward is one or two passes of one kernel, in which a program owns some rows 
 walks over the whole rows once; *normalizing* walks over the program's columns, which it then finds in the L2 cache, and
 ends every tile as :func:`functional_te.kernels.triton.tile.store_tile` does. Current scaling observes in the first pass
 and casts in the second, which reads the statistics of the first; blocks of 128 rows, of which there are few, are
-normalized in a pass of their own too.
+normalized in a pass of their own too. Rows that a program holds in registers take one reading.
 """
 
 from __future__ import annotations
@@ -124,6 +124,97 @@ def _mean_and_deviation(x, row, M, N, BM: tl.constexpr, BS: tl.constexpr):
 
 
 @triton.jit
+def _normalized(value, row_center, spread, weight, bias, col, N, LAYER: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """The result of a tile of values."""
+    gain = load_gain(weight, col, N, ZERO_CENTERED)[None, :]
+    if LAYER:
+        offset = tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        value = (value - row_center[:, None]) * spread[:, None] * gain + offset
+    else:
+        value = (value * gain) * spread[:, None]
+    return value
+
+
+@triton.jit
+def _rows_kernel(
+    x,
+    add,
+    total,
+    weight,
+    bias,
+    mean,
+    rstd,
+    M,
+    N,
+    eps,
+    row_data,
+    row_scale,
+    col_data,
+    col_scale,
+    amax,
+    scale,
+    END: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    PACK: tl.constexpr,
+    ROUND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    LAYER: tl.constexpr,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Whole rows, read once: a tile as wide as the matrix."""
+    top = tl.program_id(0) * BM
+    row = rows_of_tile(top, BM, PACK)
+    col = tl.arange(0, BN)
+    rows = row < M
+    inside = rows[:, None] & (col < N)[None, :]
+    place = offsets(row, col, N)
+    value = _load_sum(x, add, total, place, inside, ADD)
+    if ADD:
+        tl.store(total + place, rounded(value, total), mask=inside)
+    center = tl.zeros([BM], tl.float32)
+    off = value
+    if LAYER:
+        center = divide(tl.sum(value, 1), N + center)
+        # what rounding left: equal values then give their mean exactly
+        center += divide(tl.sum(tl.where(inside, value - center[:, None], 0.0), 1), N + tl.zeros_like(center))
+        off = tl.where(inside, value - center[:, None], 0.0)
+        tl.store(mean + row, center, mask=rows)
+    spread = _rstd(tl.sum(off * off, 1), N, eps)
+    tl.store(rstd + row, spread, mask=rows)
+    store_tile(
+        _normalized(value, center, spread, weight, bias, col, N, LAYER, ZERO_CENTERED),
+        row,
+        col,
+        top,
+        0,
+        M,
+        N,
+        row_data,
+        row_scale,
+        col_data,
+        col_scale,
+        amax,
+        scale,
+        END,
+        ROWWISE,
+        COLUMNWISE,
+        PACK,
+        ROUND,
+        LIMIT,
+        EPSILON,
+        POWER_OF_2,
+        OVERFLOW,
+    )
+
+
+@triton.jit
 def _forward_kernel(
     x,
     add,
@@ -219,14 +310,8 @@ def _forward_kernel(
             col = start + tl.arange(0, BN)
             inside = rows[:, None] & (col < N)[None, :]
             y = _load_sum(x, add, total, offsets(row, col, N), inside, ADD)
-            gain = load_gain(weight, col, N, ZERO_CENTERED)[None, :]
-            if LAYER:
-                offset = tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-                y = (y - center[:, None]) * spread[:, None] * gain + offset
-            else:
-                y = (y * gain) * spread[:, None]
             store_tile(
-                y,
+                _normalized(y, center, spread, weight, bias, col, N, LAYER, ZERO_CENTERED),
                 row,
                 col,
                 top,
@@ -281,6 +366,24 @@ def _forward(
     if add is not None:
         total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, add.dtype), device=x.device)
         add = add.reshape(rows, cols).contiguous()
+    tensors = (weight, weight if bias is None else bias.contiguous(), mean, rstd)
+    constants = dict(**made.constants, LAYER=layer, ZERO_CENTERED=zero_centered_gamma)
+    if passes[0].whole:
+        (step,) = passes
+        extra, sum_ = matrix if add is None else add, matrix if total is None else total
+        launch(
+            _rows_kernel,
+            (blocks(rows, step.rows),),
+            matrix,
+            *(matrix, extra, sum_, *tensors, rows, cols, eps, *made.arguments),
+            END=made.ends[0],
+            ADD=add is not None,
+            BM=step.rows,
+            BN=step.cols,
+            num_warps=step.warps,
+            **constants,
+        )
+        return made, mean, rstd, total
     # statistics that are a pass of their own end in nothing
     ends = made.ends if len(passes) == len(made.ends) else ("plain", *made.ends)
     for end, step in zip(ends, passes, strict=True):
@@ -294,20 +397,9 @@ def _forward(
             source,
             add if adds else source,
             source if total is None else total,
-            weight,
-            weight if bias is None else bias.contiguous(),
-            mean,
-            rstd,
-            rows,
-            cols,
-            step.width,
-            eps,
-            *made.arguments,
+            *(*tensors, rows, cols, step.width, eps, *made.arguments),
             END=end,
-            **made.constants,
-            LAYER=layer,
             ADD=adds,
-            ZERO_CENTERED=zero_centered_gamma,
             STATISTICS=step.statistics,
             NORMALIZE=step.normalize and not peak,
             PEAK=peak,
@@ -315,6 +407,7 @@ def _forward(
             BN=step.cols,
             BS=step.lanes,
             num_warps=step.warps,
+            **constants,
         )
     return made, mean, rstd, total
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from functional_te.kernels.triton.launch import INTERPRETED
 from functional_te.quantization.formats import max_value
@@ -33,6 +32,7 @@ from functional_te.quantization.quantizers import (
 )
 from functional_te.quantization.scaling import FLOAT32_MAX
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.torch_compat import statically_known_true
 
 INTERPRETED_ = tl.constexpr(INTERPRETED)
 
@@ -369,8 +369,7 @@ def _packs(rows: Any, tile: tuple[int, int, int]) -> bool:
     Elsewhere packing moves bytes between threads, which took four times as long as storing them.
     """
     height, width, warps = tile
-    divides = rows % 4 == 0 if isinstance(rows, int) else statically_known_true(rows % 4 == 0)
-    return divides and height * width >= 2048 * warps
+    return statically_known_true(rows % 4 == 0) and height * width >= 2048 * warps
 
 
 def target(
