@@ -25,6 +25,7 @@ from functional_te.fuser import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from functional_te.graph import graph
 from functional_te.kernels import backends
 from functional_te.numerics import numerics
 from functional_te.ops import (
@@ -175,6 +176,7 @@ __all__ = [
     "eval_shape",
     "from_tensors",
     "functional",
+    "graph",
     "init",
     "init_quantizer_state",
     "init_state",

@@ -13,8 +13,10 @@ from functional_te.check import ShapeResult, check_call, check_state, infer
 from functional_te.fuser.plan import plan as make_plan
 from functional_te.fuser.rule import Fusions
 from functional_te.kernels import kernels
+from functional_te.labels import labels
 from functional_te.ops import Op
 from functional_te.ops.op import FLOAT_DTYPES
+from functional_te.params import by_op, in_containers_of
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
 from functional_te.quantization.recipes import Recipe
 from functional_te.quantization.state import init_quantizer_state, update_scale
@@ -145,7 +147,8 @@ def quantize_params(
         requires_grad: which copies the backward will need; see :func:`functional_te.plan`.
         backend: ``"auto"`` or the name of a kernel backend.
     """
-    block = as_chain(block)
+    block, given = as_chain(block), params
+    params = by_op(block, given)
     device = next((value.device for own in params for value in own.values() if isinstance(value, torch.Tensor)), None)
     plan = make_plan(block, recipe=recipe, requires_grad=requires_grad, backend=backend, device=device)
     weights = {(index, name) for index, name in plan.param_slots}
@@ -164,7 +167,7 @@ def quantize_params(
                 if amax is not None:
                     amaxes[index, role] = amax
                 cast[index][role] = CachedWeight(value=value, quantized=quantized) if keep_values else quantized
-    return QuantizedParams(tuple(cast), fold_amaxes(state, amaxes))
+    return QuantizedParams(in_containers_of(block, given, tuple(cast)), fold_amaxes(state, amaxes))
 
 
 def update_state(block: Block, recipe: Recipe | None, state: State) -> State:
@@ -197,7 +200,8 @@ def eval_shape(
         ValueError: shapes, dtypes or devices that do not fit, naming op, argument, got and wanted.
         TypeError: something is no tensor.
     """
-    return infer(as_chain(block), params, x, tuple(extra_inputs), compute_dtype)
+    block = as_chain(block)
+    return infer(block, by_op(block, params), x, tuple(extra_inputs), compute_dtype)
 
 
 def bind_kwargs(block: Chain, kwargs: Any) -> dict[int, dict[str, Any]]:
@@ -248,7 +252,8 @@ def apply(
 
     Args:
         block: a chain or an op.
-        params: a tuple with one dict of parameters per basic op; see :func:`init`.
+        params: a tuple with one dict of parameters per basic op, see :func:`init`; or other containers of them, see
+            :func:`functional_te.params.by_op`.
         x: main input, float32, float16 or bfloat16, or a quantized tensor.
         extra_inputs: the extra inputs that come from no channel, in (op, slot) order.
         state: quantizer state; may be None for recipes without state.
@@ -272,14 +277,15 @@ def apply(
         fusions=fusions,
         device=getattr(x, "device", None),
     )
+    params = by_op(block, params)
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            outcome = forward_pass(plan, x, params, state, extra_inputs, bound)
+            outcome = forward_pass(plan, x, params, state, extra_inputs, bound, labels())
     else:
-        outcome = forward_pass(plan, x, params, state, extra_inputs, bound)
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bound, labels())
     return ApplyResult(outcome.output, outcome.extra_outputs, fold_amaxes(state, outcome.amaxes))
 
 
@@ -315,20 +321,22 @@ def vjp(
         fusions=fusions,
         device=getattr(x, "device", None),
     )
+    given, params = params, by_op(block, params)
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
     with torch.no_grad():
-        outcome = forward_pass(plan, x, params, state, extra_inputs, bind_kwargs(block, kwargs))
+        outcome = forward_pass(plan, x, params, state, extra_inputs, bind_kwargs(block, kwargs), labels())
     after_forward = fold_amaxes(state, outcome.amaxes)
 
     def pullback(grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Grads:
         check_grads(block, outcome, grad_output, grad_extra_outputs)
         with torch.no_grad():
-            back = backward_pass(plan, outcome.saved, state, grad_output, grad_extra_outputs)
+            back = backward_pass(plan, outcome.saved, state, grad_output, grad_extra_outputs, labels())
         grads = tuple(
             dict(zip(op.param_names, own, strict=True)) for op, own in zip(block.ops, back.grad_params, strict=True)
         )
-        return Grads(grads, back.grad_input, back.grad_extra_inputs, fold_amaxes(after_forward, back.amaxes))
+        returned = in_containers_of(block, given, grads)
+        return Grads(returned, back.grad_input, back.grad_extra_inputs, fold_amaxes(after_forward, back.amaxes))
 
     return ApplyResult(outcome.output, outcome.extra_outputs, after_forward), pullback
 

@@ -10,6 +10,7 @@ import torch
 from functional_te._errors import kind_of, type_error, value_error
 from functional_te._value import Table, Value, value_of
 from functional_te.ops import BasicLinear, Bias, Op
+from functional_te.torch_compat import assume_constant_result
 
 __all__ = ["Chain", "ExtraSource", "Linear", "as_chain", "chain", "where"]
 
@@ -162,7 +163,7 @@ def as_chain(block: Any) -> Chain:
 _traced = Table()
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _chain_of(op: str) -> str:
     """Make the chain of one op, for real while a caller is traced: a traced constructor does not intern."""
     name = f"chain_{op}"

@@ -21,7 +21,9 @@ from functional_te.fuser.plan import plan as make_plan
 from functional_te.fuser.rule import Fusions
 from functional_te.kernels.registry import observing
 from functional_te.ops.activation import INPUT_CACHE
+from functional_te.params import by_op
 from functional_te.pipeline import backward_pass, forward_pass
+from functional_te.quantization.formats import ELEMENT_NAMES
 from functional_te.quantization.hadamard import hadamard, hadamard_inverse
 from functional_te.quantization.quantizer import Copy, Quantizer, as_matrix
 from functional_te.quantization.recipes import Recipe
@@ -30,7 +32,7 @@ from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 
 __all__ = ["Numerics", "TensorNumerics", "numerics"]
 
-_MEASURES = ("amax", "scale_min", "scale_max", "saturated", "underflow", "snr_db")
+MEASURES = ("amax", "scale_min", "scale_max", "saturated", "underflow", "snr_db")
 _TWO_FP4_ONES = 0x22
 # an amax times its own scale may exceed the limit by rounding alone
 _ROUNDING = 2.0**-20
@@ -86,7 +88,7 @@ class TensorNumerics:
 
     def row(self) -> dict[str, Any]:
         """Every attribute as a plain Python value: int, str or float."""
-        measures = torch.stack([getattr(self, name) for name in _MEASURES]).tolist()
+        measures = torch.stack([getattr(self, name) for name in MEASURES]).tolist()
         return {
             "index": self.index,
             "op": self.op,
@@ -95,7 +97,7 @@ class TensorNumerics:
             "copy": self.copy,
             "format": self.format,
             "dtype": str(self.dtype).removeprefix("torch."),
-            **dict(zip(_MEASURES, measures, strict=True)),
+            **dict(zip(MEASURES, measures, strict=True)),
         }
 
 
@@ -165,7 +167,6 @@ class Numerics:
 
 _HEADER = ("op", "role", "copy", "format", "amax", "scale", "saturated", "underflow", "SNR dB")
 _TEXT_COLUMNS = 4  # the others are numbers, aligned to the right
-_DTYPES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "float4_e2m1fn_x2": "E2M1"}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -175,7 +176,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['index']} {row['op']}" + (f" {row['name']!r}" if row["name"] else ""),
         row["role"],
         row["copy"],
-        f"{row['format'].removesuffix('Quantizer')} {_DTYPES.get(row['dtype'], row['dtype'])}",
+        f"{row['format'].removesuffix('Quantizer')} {ELEMENT_NAMES.get(row['dtype'], row['dtype'])}",
         f"{row['amax']:.4g}",
         low if low == high else f"{low} to {high}",
         f"{100 * row['saturated']:.3g}%",
@@ -233,6 +234,7 @@ def numerics(
         fusions=fusions,
         device=getattr(x, "device", None),
     )
+    params = by_op(block, params)
     check_call(plan, params, x, extra_inputs)
     check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs)

@@ -20,6 +20,7 @@ from functional_te.ops import FusedOp, Op, OpRequiresGrad
 from functional_te.quantization.cast import features_multiple
 from functional_te.quantization.quantizers import Quantizer
 from functional_te.quantization.recipes import Recipe, Role, as_recipe
+from functional_te.torch_compat import assume_constant_result
 
 __all__ = ["BackwardStep", "ForwardStep", "GradPattern", "Plan", "plan", "traced_plan"]
 
@@ -152,7 +153,7 @@ _traced = Table()
 on_traced_plan: list[Callable[[Plan], None]] = []
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _find_while_traced(uids: str, requires_grad: Any, compute_dtype: Any) -> str:
     """Find or make a plan, for real while a caller is traced.
 

@@ -21,6 +21,7 @@ from functional_te.ops.common import (
     spec_store,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import Work, elements
 from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
@@ -164,6 +165,36 @@ def _backward_fake(args: ActivationBackwardArgs) -> BwdResult:
     return BwdResult(dx, (), (), amaxes(grad_input=amax))
 
 
+# operations for each element of the output, forward and backward, counted as in ops/work.py
+OPERATIONS = {
+    "gelu": (9, 18),
+    "qgelu": (5, 11),
+    "silu": (4, 9),
+    "relu": (1, 2),
+    "srelu": (2, 4),
+    "glu": (4, 9),
+    "geglu": (10, 21),
+    "qgeglu": (6, 14),
+    "reglu": (2, 5),
+    "sreglu": (3, 7),
+    "swiglu": (5, 12),
+    "situglu": (12, 26),
+    "clamped_swiglu": (9, 18),
+    "tanh_srelu": (5, 10),
+}
+
+
+def activation_forward_work(args: Any, result: FwdResult) -> Work:
+    """The operations of the formula."""
+    return Work(flops=OPERATIONS[args.kind][0] * elements(args, result)) if args.kind in OPERATIONS else Work()
+
+
+def activation_backward_work(args: Any, result: BwdResult) -> Work:
+    """The operations of the derivative."""
+    del result
+    return Work(flops=OPERATIONS[args.kind][1] * args.grad_output.numel()) if args.kind in OPERATIONS else Work()
+
+
 def set_constants(op: Any, *names: str, positive: tuple[str, ...]) -> None:
     """Check the fields that are the constants of an activation's formula, make them floats, and set ``config``.
 
@@ -208,6 +239,8 @@ class Activation(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(_setup_context)
+    forward_work = staticmethod(activation_forward_work)
+    backward_work = staticmethod(activation_backward_work)
 
     @property
     def interleave(self) -> int:

@@ -13,6 +13,7 @@ from functional_te.kernels import kernels
 from functional_te.ops.common import amaxes, check_channel, check_float, check_last_dim, check_number, spec_store
 from functional_te.ops.layer_norm import LayerNormStats
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
@@ -175,6 +176,8 @@ class AdaptiveLayerNorm(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(_setup_context)
+    forward_work = staticmethod(per_element(7, kind="rows"))
+    backward_work = staticmethod(per_element(12, kind="rows"))
 
     def __post_init__(self) -> None:
         where = "AdaptiveLayerNorm"

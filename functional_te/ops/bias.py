@@ -18,6 +18,7 @@ from functional_te.ops.common import (
     quantized_spec,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
@@ -97,6 +98,8 @@ class Bias(Op):
     forward_fake = staticmethod(_forward_fake)
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
+    forward_work = staticmethod(per_element(1, folds=True))
+    backward_work = staticmethod(per_element(1))
 
     def __post_init__(self) -> None:
         check_size(self.size, "Bias", "size")

@@ -10,6 +10,7 @@ import torch
 from functional_te import pytree
 from functional_te.ops.common import check_float
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["ConstantScale", "ConstantScaleArgs"]
@@ -56,6 +57,8 @@ class ConstantScale(Op):
     forward_fake = staticmethod(_forward_fake)
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
+    forward_work = staticmethod(per_element(1, folds=True))
+    backward_work = staticmethod(per_element(1, folds=True))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", float(self.scale))

@@ -13,6 +13,7 @@ from functional_te._errors import kind_of, type_error, value_error
 from functional_te.kernels import kernels
 from functional_te.ops.common import check_float, check_number
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["Dropout", "DropoutBackwardArgs", "DropoutForwardArgs", "DropoutSaved"]
@@ -140,6 +141,8 @@ class Dropout(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(dropout_context)
+    forward_work = staticmethod(per_element(2))
+    backward_work = staticmethod(per_element(2))
 
     def __post_init__(self) -> None:
         p = check_number(self.p, "Dropout", "p")

@@ -12,6 +12,7 @@ from functional_te._errors import type_error, value_error
 from functional_te.ops.common import check_channel, check_float
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.ops.structural import InlineArgs
+from functional_te.ops.work import per_element
 from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["AddExtraInput", "AddForwardArgs", "MakeExtraOutput", "SumArgs"]
@@ -69,6 +70,7 @@ class AddExtraInput(Op):
     forward_fake = staticmethod(_add_fake)
     backward_impl = staticmethod(_pass_both)
     backward_fake = staticmethod(_pass_both)
+    forward_work = staticmethod(per_element(1))
 
     def __post_init__(self) -> None:
         check_channel(self.channel, "AddExtraInput")
@@ -141,6 +143,7 @@ class MakeExtraOutput(Op):
     forward_fake = staticmethod(_fork)
     backward_impl = staticmethod(_sum)
     backward_fake = staticmethod(_sum_fake)
+    backward_work = staticmethod(per_element(1))
 
     def __post_init__(self) -> None:
         check_channel(self.channel, "MakeExtraOutput")

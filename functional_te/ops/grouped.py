@@ -127,7 +127,7 @@ def _cast_rows(
     return cast, [] if amax is None else [amax[g : g + 1].clone() for g in range(groups.count)]
 
 
-def _rows_spec(
+def rows_spec(
     spec: Any, quantizers: tuple[BoundQuantizer, ...], dtype: torch.dtype
 ) -> tuple[QuantizedTensor, list[TensorSpec]]:
     """The twin of :func:`_cast_rows`. The number of groups is that of quantizers: structure comes from no size."""
@@ -195,7 +195,7 @@ def grouped_operand_specs(args: Any) -> tuple[Any, Amaxes | None]:
     observed, fresh = None, None
     reads = args.override != "high_precision"
     if args.input_quantizers:
-        cast, seen = _rows_spec(args.input_, args.input_quantizers, args.dtype)
+        cast, seen = rows_spec(args.input_, args.input_quantizers, args.dtype)
         observed = _observed("input", seen, observed)
         fresh = one_copy(cast, args.override) if args.save_input and reads else None
     fresh_weights: tuple[Any, ...] = ()
@@ -250,7 +250,7 @@ def cast_again(k: Any, x: torch.Tensor, quantizers: tuple[BoundQuantizer, ...], 
 
 def recast_spec(spec: TensorSpec, quantizers: tuple[BoundQuantizer, ...], args: Any, override: str) -> Any:
     """The twin of :func:`cast_again`."""
-    return one_copy(_rows_spec(spec, quantizers, args.dtype)[0], override)
+    return one_copy(rows_spec(spec, quantizers, args.dtype)[0], override)
 
 
 # ---- forward ----
@@ -356,7 +356,7 @@ def grouped_grad_specs(args: Any) -> BwdResult:
     count, features = args.splits.shape[0], dy.shape[-1]
     observed: Amaxes | None = None
     if args.grad_output_quantizers and (args.weights or args.input_ is not None):
-        _, seen = _rows_spec(dy, args.grad_output_quantizers, args.dtype)
+        _, seen = rows_spec(dy, args.grad_output_quantizers, args.dtype)
         observed = _observed("grad_output", seen, observed)
     dx: Any = None
     dw: Any = None

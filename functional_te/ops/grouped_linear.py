@@ -34,6 +34,7 @@ from functional_te.ops.grouped import (
     grouped_grads,
     saved_operands,
 )
+from functional_te.ops.grouped_work import grouped_backward_work, grouped_forward_work
 from functional_te.ops.op import BackwardContext, Op, OpRequiresGrad
 from functional_te.quantization.quantizer import rows_of
 from functional_te.quantization.tensor import BoundQuantizer, CachedWeight
@@ -90,6 +91,8 @@ class GroupedLinear(Op):
     backward_impl = staticmethod(grouped_grads)
     backward_fake = staticmethod(grouped_grad_specs)
     setup_context = staticmethod(saved_operands)
+    forward_work = staticmethod(grouped_forward_work)
+    backward_work = staticmethod(grouped_backward_work)
 
     def __post_init__(self) -> None:
         where = "GroupedLinear"

@@ -12,6 +12,7 @@ from functional_te._errors import value_error
 from functional_te.kernels import kernels
 from functional_te.ops.common import check_float, check_number
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.tensor_spec import TensorSpec
 
 __all__ = ["L2Normalization", "L2NormalizationBackwardArgs", "L2NormalizationForwardArgs", "L2NormalizationSaved"]
@@ -108,6 +109,8 @@ class L2Normalization(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(_setup_context)
+    forward_work = staticmethod(per_element(3, kind="rows"))
+    backward_work = staticmethod(per_element(6, kind="rows"))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", check_number(self.eps, "L2Normalization", "eps", least=0))

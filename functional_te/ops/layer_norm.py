@@ -18,6 +18,7 @@ from functional_te.ops.common import (
     spec_store,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
@@ -171,6 +172,8 @@ class LayerNorm(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(_setup_context)
+    forward_work = staticmethod(per_element(7, kind="rows"))
+    backward_work = staticmethod(per_element(12, kind="rows"))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "normalized_shape", normalized_shape_of(self.normalized_shape, "LayerNorm"))

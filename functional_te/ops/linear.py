@@ -30,10 +30,12 @@ from functional_te.ops.products import (
     LinearForwardArgs,
     grad_specs,
     grads,
+    grads_work,
     linear_backward_fields,
     linear_output_spec,
     operand_specs,
     operands,
+    product_work,
     saved_operands,
 )
 from functional_te.ops.tensor_parallel import (
@@ -120,6 +122,8 @@ class BasicLinear(Op):
     backward_impl = staticmethod(grads)
     backward_fake = staticmethod(grad_specs)
     setup_context = staticmethod(saved_operands)
+    forward_work = staticmethod(product_work)
+    backward_work = staticmethod(grads_work)
 
     def __post_init__(self) -> None:
         check_size(self.in_features, "BasicLinear", "in_features")

@@ -178,6 +178,10 @@ class _Step(Value):
     quantizes_grad_input: ClassVar[bool] = False
     # whether ``setup_context`` takes the extra outputs as a third argument, to save what is returned already
     saves_extra_outputs: ClassVar[bool] = False
+    # what a launch costs, for the op graph: functions of the bundle and the result of the fake, see ops/work.py. None:
+    # one pass over both, with an unknown number of operations; of a fused op, what the covered ops do.
+    forward_work: ClassVar[Any] = None
+    backward_work: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -213,6 +217,23 @@ class _Step(Value):
             if not hasattr(cls, f"{direction}_fake"):
                 return f"{cls.__name__} has no {direction}_fake"
         return None
+
+    @classmethod
+    def custom_op_name(cls, direction: str) -> str | None:
+        """Name of the custom op of one direction, without its namespace, or None if there is none.
+
+        A class that is registered under the name of another (a notebook cell that ran twice) has a numbered one.
+
+        Args:
+            direction: ``"forward"`` or ``"backward"``.
+        """
+        if cls.__dict__.get("compile_ops") is not None:
+            registered = cls.compile_ops[direction == "backward"]  # type: ignore[index]
+            return None if registered is None else registered.name.rpartition(":")[2]
+        inline = cls.inline_forward if direction == "forward" else cls.inline_backward
+        if inline or not hasattr(cls, f"{direction}_impl") or cls.compile_unsupported_reason() is not None:
+            return None
+        return f"{cls.__name__.lower()}_{direction}"
 
     @staticmethod
     def setup_context(args: Any, aux: Any) -> Any:

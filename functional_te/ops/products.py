@@ -20,6 +20,7 @@ from functional_te.ops.op import (
     Amaxes,
     BackwardContext,
     BwdResult,
+    FwdResult,
 )
 from functional_te.ops.tensor_parallel import (
     TensorParallel,
@@ -30,6 +31,8 @@ from functional_te.ops.tensor_parallel import (
     tp_gather,
     tp_reduce,
 )
+from functional_te.ops.work import Cast, Product, Work
+from functional_te.quantization.quantizer import rows_of
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
@@ -39,10 +42,12 @@ __all__ = [
     "LinearSaved",
     "grad_specs",
     "grads",
+    "grads_work",
     "linear_backward_fields",
     "linear_output_spec",
     "operand_specs",
     "operands",
+    "product_work",
     "refuse_parallel",
     "saved_operands",
 ]
@@ -191,6 +196,39 @@ def _saved_weight(args: Any, aux: LinearSaved) -> Any:
     if aux.weight is not None:
         return aux.weight
     return one_copy(args.weight, args.override) if args.override else args.weight
+
+
+def product_work(args: Any, result: FwdResult) -> Work:
+    """What the forward does: casts of operands that come in high precision, the product, the cast of its result."""
+    x, w, casts = _gathered_input(args), args.weight, []
+    if args.input_quantizer is not None and not isinstance(x, QuantizedTensor):
+        casts.append(Cast(x, quantized_spec(x.with_(dtype=args.dtype), args.input_quantizer)[0]))
+        x = casts[-1].result
+    if args.weight_quantizer is not None and not isinstance(w, QuantizedTensor):
+        casts.append(Cast(w, quantized_spec(w.with_(dtype=args.dtype), args.weight_quantizer)[0]))
+        w = casts[-1].result
+    y = linear_output_spec(args)
+    if args.output_quantizer is not None:
+        casts.append(Cast(y, result.output))
+    return Work((Product("nt", x, w, y, x.shape[-1]),), tuple(casts), 0, passes=False)
+
+
+def grads_work(args: Any, result: BwdResult) -> Work:
+    """What the backward does: the cast of the gradient if it comes in high precision, and both products."""
+    dy, tp, casts, products = args.grad_output, args.tensor_parallel, [], []
+    if gathers(tp, "row"):
+        dy = gather_spec(dy, tp)
+    if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
+        casts.append(Cast(dy, quantized_spec(dy, args.grad_output_quantizer)[0]))
+        dy = casts[-1].result
+    if args.weight is not None:
+        dx = TensorSpec((*dy.shape[:-1], args.weight.shape[1]), args.dtype, dy.device)
+        products.append(Product("nn", dy, args.weight, dx, dy.shape[-1]))
+        if args.grad_input_quantizer is not None:
+            casts.append(Cast(dx, result.grad_input))
+    if args.input_ is not None:
+        products.append(Product("tn", dy, args.input_, result.grad_params[0], rows_of(tuple(dy.shape))))
+    return Work(tuple(products), tuple(casts), 0, passes=False)
 
 
 def linear_output_spec(args: Any) -> TensorSpec:

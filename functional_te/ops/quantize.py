@@ -12,6 +12,7 @@ from functional_te._errors import type_error
 from functional_te.kernels import kernels
 from functional_te.ops.common import TensorOrQuantized, amaxes, check_float, quantized_spec
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import Work
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
@@ -67,6 +68,12 @@ def _backward_fake(args: QuantizeArgs) -> BwdResult:
     return BwdResult(grad, (), (), amaxes(grad_output=amax))
 
 
+def _work(args: Any, result: Any) -> Work:
+    """One multiplication and one rounding of each element, if anything is cast."""
+    casts = (result.output if isinstance(result, FwdResult) else result.grad_input) is not None
+    return Work(flops=2 * args.tensor.numel() if casts else 0, passes=casts)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantize(Op):
     """``y = cast(x)`` and ``dx = cast(dy)``, each if it is asked for and there is a recipe; else passed on as it is.
@@ -93,6 +100,8 @@ class Quantize(Op):
     forward_fake = staticmethod(_forward_fake)
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
+    forward_work = staticmethod(_work)
+    backward_work = staticmethod(_work)
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):

@@ -18,6 +18,7 @@ from functional_te.ops.common import (
     spec_store,
 )
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
+from functional_te.ops.work import per_element
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.tensor_spec import TensorSpec
 
@@ -160,6 +161,8 @@ class RMSNorm(Op):
     backward_impl = staticmethod(rms_norm_backward)
     backward_fake = staticmethod(rms_norm_backward_fake)
     setup_context = staticmethod(_setup_context)
+    forward_work = staticmethod(per_element(4, kind="rows"))
+    backward_work = staticmethod(per_element(9, kind="rows"))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "normalized_shape", normalized_shape_of(self.normalized_shape, "RMSNorm"))

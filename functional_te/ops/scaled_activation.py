@@ -15,7 +15,7 @@ from functional_te import pytree
 from functional_te._errors import type_error, value_error
 from functional_te._value import NO_CONSTANTS, Constants
 from functional_te.kernels import kernels
-from functional_te.ops.activation import set_constants
+from functional_te.ops.activation import activation_backward_work, activation_forward_work, set_constants
 from functional_te.ops.common import check_channel, check_float
 from functional_te.ops.op import BackwardContext, BwdResult, FwdResult, Op, OpRequiresGrad
 from functional_te.quantization.quantizer import rows_of
@@ -194,6 +194,8 @@ class ScaledActivation(Op):
     backward_impl = staticmethod(_backward)
     backward_fake = staticmethod(_backward_fake)
     setup_context = staticmethod(_setup_context)
+    forward_work = staticmethod(activation_forward_work)
+    backward_work = staticmethod(activation_backward_work)
 
     def __post_init__(self) -> None:
         where = type(self).__name__

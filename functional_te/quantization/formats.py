@@ -6,9 +6,12 @@ import enum
 
 import torch
 
-__all__ = ["Format", "max_value", "saturating_cast"]
+__all__ = ["ELEMENT_NAMES", "Format", "max_value", "saturating_cast"]
 
 _MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float4_e2m1fn_x2: 6.0}
+
+# the short names of the formats, by the name of the dtype
+ELEMENT_NAMES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "float4_e2m1fn_x2": "E2M1"}
 
 
 class Format(enum.Enum):

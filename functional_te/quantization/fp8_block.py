@@ -7,10 +7,10 @@ tiles also serve :mod:`functional_te.quantization.mxfp8`.
 from __future__ import annotations
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from functional_te.quantization.formats import max_value, saturating_cast
 from functional_te.quantization.scaling import current_scale, reciprocal
+from functional_te.torch_compat import statically_known_true
 
 __all__ = [
     "BLOCK",

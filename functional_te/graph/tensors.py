@@ -1,0 +1,55 @@
+"""From meta tensors and quantizers to what a graph says of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from functional_te import pytree
+from functional_te.graph.value import Tensor
+from functional_te.quantization.formats import ELEMENT_NAMES
+from functional_te.quantization.quantizers import Quantizer
+from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
+
+__all__ = ["dtype_name", "format_of", "nbytes", "tensor_of"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_of(quantizer: Quantizer) -> str:
+    """Elements and scales of a quantizer: ``"E4M3 per tensor"``, ``"E4M3 1x32"``, or both of a hybrid one."""
+    own = [_one(quantizer.of(columnwise)) for columnwise in (False, True)]
+    return own[0] if own[0] == own[1] or not quantizer.columnwise else f"{own[0]} / {own[1]}"
+
+
+def _one(quantizer: Quantizer) -> str:
+    name = dtype_name(quantizer.dtype)
+    tile = quantizer.tile
+    return f"{ELEMENT_NAMES.get(name, name)} " + ("per tensor" if tile is None else f"{tile[0]}x{tile[1]}")
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of a tensor or of all tensors of a tree."""
+    flat: list[Any] = []
+    pytree.structure(value, flat)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in flat if hasattr(leaf, "dtype"))
+
+
+def tensor_of(value: Any) -> Tensor:
+    """The description of a meta tensor, or of a quantized tensor of some."""
+    if isinstance(value, CachedWeight):
+        value = value.quantized if value.stored else value.value
+    name = dtype_name(value.dtype)
+    shape = tuple(value.shape)
+    if not isinstance(value, QuantizedTensor):
+        return Tensor(shape, name, name, "", (), nbytes(value))
+    copies = [copy for copy, columnwise in (("rowwise", False), ("columnwise", True)) if value.copy(columnwise)]
+    # the format of the copies that are left, not of those that were made
+    quantizer = value.quantizer.with_usage("rowwise" in copies, "columnwise" in copies)
+    own = quantizer if len(copies) != 1 else quantizer.of(copies[0] == "columnwise")
+    return Tensor(shape, name, format_of(own), type(value.quantizer).__name__, tuple(copies), nbytes(value))
