@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.call import Call, distinct, eager_call, flat_call, launch_taken_over, merge_saved, split_saved
-from bridge.gate import launcher
-from bridge.program import forward_places, run_program, states
+from bridge.call import Call, distinct, eager_call, flat_call, merge_saved, split_saved
+from bridge.gate import eager_launcher, launcher
+from bridge.program import MISFIT, forward_places, run_program, states
 from bridge.state import close_, fold_amaxes_, keep_scales
 from functional_te import pytree
 from functional_te._value import uid_of
@@ -23,6 +23,7 @@ from functional_te.chain import as_chain
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import full_pattern
 from functional_te.fuser.plan import plan as make_plan
+from functional_te.params import by_op
 from functional_te.pipeline import backward_pass, fold_amaxes, forward_pass
 from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
 from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
@@ -38,7 +39,7 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any, Any
     if torch.compiler.is_compiling():
         outcome = forward_pass(plan, x, params, keep_scales(plan, state), extra_inputs, kwargs, launcher(plan))
     else:
-        launch = launch_taken_over(plan, "forward", call.takeovers)
+        launch = eager_launcher(plan, "forward", call.takeovers)
         outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs, launch)
     outputs = [_dense(outcome.output), *outcome.extra_outputs]
     if plan.any_alias:
@@ -81,7 +82,7 @@ def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, coun
     """One gradient or None for each of ``count`` arguments; what the backward observes is written to ``state``."""
     plan = call.plan
     compiling = torch.compiler.is_compiling()
-    launch = launcher(plan) if compiling else launch_taken_over(plan, "backward", call.takeovers)
+    launch = launcher(plan) if compiling else eager_launcher(plan, "backward", call.takeovers)
     grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
     outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
     if outcome.amaxes:
@@ -123,19 +124,20 @@ class ChainFunction(torch.autograd.Function):
         observed = len(call.plan.observes)
         if observed:
             ctx.mark_non_differentiable(*outputs[-observed:])
-        if not torch.compiler.is_compiling():
+        # not is_compiling(), which another thread that compiles may have set for the process
+        if not torch.compiler.is_dynamo_compiling():
             ctx.like = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward."""
-        if not torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
-                    "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
-                )
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
+                "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
+            )
+        if not torch.compiler.is_dynamo_compiling():
             grads = _zeros_if_absent(grads, getattr(ctx, "like", None))
         device = grads[0].device.type
         saved = pytree.tree_unflatten(ctx.saved_spec, merge_saved(ctx.values, ctx.saved_tensors))
@@ -208,6 +210,14 @@ def _pattern(block: Any, params: Any, x: Any, extra_inputs: Any) -> Any:
     )
 
 
+def _has_own_gradients(block: Any, recipe: Any) -> bool:
+    """Whether gradients may be others than derivatives of the forward: of casts, and of ops of the user's.
+
+    A tracer of ``torch.func`` transforms drops the backward of an autograd function and differentiates its forward.
+    """
+    return recipe is not None or any(not type(op).__module__.startswith("functional_te.") for op in block.ops)
+
+
 def run(
     block: Any,
     params: Any,
@@ -272,7 +282,12 @@ def _run(
     takeovers: Any,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
-    if compiling and not (kwargs or main_grads or takeovers):
+    if compiling and compat.functorch_active() and _has_own_gradients(block, recipe):
+        raise RuntimeError(
+            "functional_te: torch.func transforms inside of compiled code would differentiate through casts. Compile "
+            "functional_te.vjp instead, or transform outside of compiled code."
+        )
+    if torch.compiler.is_dynamo_compiling() and not (kwargs or main_grads or takeovers):
         way = (uid_of(fusions), backend, compute_dtype, (), closes)
         recorded = _recorded(block, params, x, extra_inputs, state, recipe, way)
         if recorded is not None:
@@ -294,9 +309,14 @@ def _run(
     check_state(plan, state, x.device)
     bound = bind_kwargs(block, kwargs)
     if not plan.output_requires_grad:
-        launch = launcher(plan) if compiling else launch_taken_over(plan, "forward", takeovers)
+        launch = launcher(plan) if compiling else eager_launcher(plan, "forward", takeovers)
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch)
         return [_dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
+    if not compiling and compat.forward_ad_active():
+        raise NotImplementedError(
+            "functional_te: a chain that is recorded for autograd has no forward-mode derivative (torch.func.jvp, "
+            "jacfwd, hessian). In high precision, call it under torch.no_grad(): its kernels have one."
+        )
     bundle = (x, params, extra_inputs, bound, state, tuple([own.target for own in main_grads]))
     if compiling:
         call, unique = flat_call(plan, bundle, closes, main_grads)
@@ -352,7 +372,10 @@ def _recorded(
     if recipe is not None:
         if not isinstance(recipe, Recipe):
             return None
-        places = [place.split(":") for place in states(block.uid, recipe.uid).split()]
+        text = states(block.uid, recipe.uid)
+        if text == MISFIT:
+            return None
+        places = [place.split(":") for place in text.split()]
     entries = _entries(state, places)
     found = None if entries is None else run_program(block, params, x, extra_inputs, entries, recipe, way)
     if found is None:
@@ -384,8 +407,9 @@ def apply(
 
     Args:
         block: a chain or an op.
-        params: a tuple with one dict of parameters per basic op; see :func:`functional_te.init`, and
-            :func:`functional_te.quantize_params` for weights that are cast already. A :class:`CachedWeight` passes the
+        params: a tuple with one dict of parameters per basic op, see :func:`functional_te.init`, or other containers of
+            them, see :func:`functional_te.params.by_op`; :func:`functional_te.quantize_params` for weights that are
+            cast already. A :class:`CachedWeight` passes the
             gradient to its value; a :class:`QuantizedTensor` gets none.
         x: main input: a tensor of any stride, or a quantized tensor.
         extra_inputs: the extra inputs that come from no channel, in (op, slot) order.
@@ -403,5 +427,6 @@ def apply(
         ValueError: shapes, dtypes, devices, channels or state that do not fit; raised before any kernel runs.
         TypeError: an argument of the wrong kind.
     """
-    outputs, amaxes = run(as_chain(block), params, x, extra_inputs, state, recipe, kwargs, backend, fusions)
+    block = as_chain(block)
+    outputs, amaxes = run(block, by_op(block, params), x, extra_inputs, state, recipe, kwargs, backend, fusions)
     return outputs[0] if len(outputs) == 1 else tuple(outputs), fold_amaxes(state, amaxes)

@@ -10,17 +10,19 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 __all__ = [
     "assumed",
     "compiling",
+    "forward_ad_active",
     "functorch_active",
     "in_backward",
     "is_torch_pytree",
     "mark_static",
     "no_torch_function",
     "preserved_versions",
+    "real_tensors",
     "record",
     "register_torch_pytree",
     "results",
@@ -50,6 +52,25 @@ def functorch_active() -> bool:
     Reason: those need the variant of the autograd function whose saved tensors are outputs.
     """
     return torch._C._are_functorch_transforms_active()
+
+
+def forward_ad_active() -> bool:
+    """Whether forward-mode differentiation is on (``torch.func.jvp``, ``torch.autograd.forward_ad``).
+
+    Reason: an input that needs no gradient does not pass through the autograd function, which would drop its tangent
+    in silence, and no public function tells.
+    """
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Make ordinary tensors inside, and record nothing, also while ``torch.export`` traces with fake ones.
+
+    Reason: what outlives the trace may not be fake, and no public function leaves the modes of a tracer.
+    """
+    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
+        yield
 
 
 def is_torch_pytree(kind: type[Any]) -> bool:
@@ -163,14 +184,17 @@ def compiling() -> Iterator[None]:
     """Inside, :func:`torch.compiler.is_compiling` says so.
 
     Reason: what a compiler calls for real while it traces is not told alike by all versions of PyTorch, and what is
-    written down has to be what a traced call does.
+    written down has to be what a traced call does. The flag is the process's: one that is set already is left alone,
+    and callers hold a lock.
     """
-    before = torch.compiler._is_compiling_flag
+    if torch.compiler._is_compiling_flag:
+        yield
+        return
     torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        torch.compiler._is_compiling_flag = False
 
 
 def record(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:

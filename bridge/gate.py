@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
+from bridge.call import launch_taken_over
+from bridge.checkpointing import closed
 from bridge.library import ensure_registered
 from functional_te.fuser.plan import Plan, on_traced_plan
+from functional_te.labels import labelled, profiling
 
 __all__ = [
     "CompileEagerFallbackWarning",
+    "eager_launcher",
     "launch_opaque",
     "launch_traced",
     "launcher",
@@ -72,3 +76,20 @@ def _launch(op: Any, direction: str, args: Any, opaque: bool) -> Any:
 def launcher(plan: Plan) -> Any:
     """How the steps of a plan are launched inside a compiled graph."""
     return launch_traced if plan.traceable else launch_opaque
+
+
+def _launch_closed(op: Any, direction: str, args: Any) -> Any:
+    ensure_registered(type(op))
+    return _launch(op, direction, args, True)
+
+
+def eager_launcher(plan: Plan, direction: str, takeovers: Any) -> Any:
+    """How the steps of one pass are launched in eager mode; None for their implementations.
+
+    Custom ops with closed bodies run if a policy of selective checkpointing is to see them, and labels are put around
+    steps if a profiler is on.
+    """
+    launch = launch_taken_over(plan, direction, takeovers)
+    if launch is None and closed.depth:
+        launch = _launch_closed
+    return labelled(launch) if profiling() else launch

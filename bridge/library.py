@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bridge.call import merge_saved, split_saved
+from bridge.checkpointing import closed, public_names
 from bridge.schema import Schema
 from functional_te import pytree
 from functional_te._value import Table
@@ -53,11 +54,14 @@ class RegisteredOp:
         self.result = result
         self.opaque = self._define(name if opaque else f"{name}_opaque", "CompositeExplicitAutograd")
         self.op = self.opaque if opaque else self._define(name, "CompositeImplicitAutograd")
+        public_names[self.opaque] = self.op
         _by_name[self.name] = self
 
     def _define(self, name: str, key: str) -> Any:
         _library.define(f"{name}({self.schema.arguments}) -> Tensor[]")
-        _library.impl(name, self._run, key)
+        _library.impl(name, self._run if key == "CompositeExplicitAutograd" else self._run_transparent, key)
+        if key == "CompositeImplicitAutograd":  # torch.func.vmap sees through it, too
+            _library.impl(name, self._run, "FuncTorchBatchedDecomposition")
         if key == "CompositeExplicitAutograd":
             torch.library.register_fake(f"{NAMESPACE}::{name}", self._run_fake, lib=_library)
         return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -80,6 +84,11 @@ class RegisteredOp:
 
     def _run(self, *flat: Any) -> list[torch.Tensor]:
         return pytree.leaves(self._normal(self.impl(self.schema.decode(flat))))
+
+    def _run_transparent(self, *flat: Any) -> list[torch.Tensor]:
+        # while the compiler traces a region whose policy of selective checkpointing names custom ops
+        result: list[torch.Tensor] = self.opaque(*flat) if closed.depth else self._run(*flat)
+        return result
 
     def _run_fake(self, *flat: Any) -> list[torch.Tensor]:
         specs = pytree.leaves(self._normal(self.fake(pytree.tree_map(spec_of, self.schema.decode(flat)))))

@@ -20,19 +20,21 @@ from typing import Any
 
 import torch
 
-from bridge import recording
+from bridge import compat, recording
 from bridge.call import distinct
 from functional_te._value import Table, uid_of, value_of
 from functional_te.chain import Chain
 from functional_te.fuser.plan import find_plan
 
-__all__ = ["fold", "forward_places", "run_program", "slots", "states"]
+__all__ = ["MISFIT", "fold", "forward_places", "run_program", "slots", "states"]
 
 _log = logging.getLogger("functional_te")
 _functions = Table()
 # by key, what :func:`_find` returns
 _found: dict[Any, str] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# what :func:`states` gives for a recipe that does not fit a chain
+MISFIT = "misfit"
 
 
 @torch.compiler.assume_constant_result
@@ -43,11 +45,14 @@ def slots(block: str) -> str:
 
 @torch.compiler.assume_constant_result
 def states(block: str, recipe: str) -> str:
-    """The entries of a chain's state under a recipe (by uids) as ``op:role:field``; the field is what casts read."""
+    """The entries of a chain's state under a recipe (by uids) as ``op:role:field``; the field is what casts read.
+
+    :data:`MISFIT` for a recipe that does not fit.
+    """
     try:
         roles = find_plan(value_of(block), value_of(recipe), True, "reference", None, None).state_roles
-    except (ValueError, TypeError):  # the recipe does not fit: tracing the pipeline says why
-        return "0:none:scale"
+    except (ValueError, TypeError):  # tracing the pipeline says why
+        return MISFIT
     return " ".join(
         f"{i}:{role}:{'key' if quantizer.stochastic else 'scale'}"
         for i, own in enumerate(roles)
@@ -64,7 +69,12 @@ def _find(key: Any) -> str:
     """
     found = _found.get(key)
     if found is None:
-        found = _found[key] = _make(recording.Key(*key), f"program_{len(_found)}")
+        try:
+            found = _make(recording.Key(*key), f"program_{len(_found)}")
+        except Exception as error:  # not remembered: another call may fare better
+            _log.warning("a call is traced as it is: %s: %s", type(error).__name__, error)
+            return ""
+        _found[key] = found
     return found
 
 
@@ -108,7 +118,6 @@ class ProgramFunction(torch.autograd.Function):
         returned = facts.outputs + facts.observes
         ctx.save_for_backward(*made[returned:])
         ctx.text, ctx.entries = text, tensors[count:]
-        ctx.set_materialize_grads(False)
         if facts.observes:
             ctx.mark_non_differentiable(*made[facts.outputs : returned])
         return made[0] if returned == 1 else tuple(made[:returned])
@@ -116,11 +125,15 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward; what it observes is written to the state."""
-        facts = _Facts(ctx.text)
-        # a traced backward always leaves autocast: the state that matters is the one around the compiled call
-        with torch.autocast(grads[0].device.type, enabled=False):
-            function = getattr(_functions, f"{facts.name}_backward")
-            result = function(*ctx.saved_tensors, *ctx.entries, *grads[: facts.outputs])
+        facts, device = _Facts(ctx.text), grads[0].device.type
+        function = getattr(_functions, f"{facts.name}_backward")
+        arguments = (*ctx.saved_tensors, *ctx.entries, *grads[: facts.outputs])
+        if device == "meta":  # knows no autocast
+            result = function(*arguments)
+        else:
+            # a traced backward always leaves autocast: the state that matters is the one around the compiled call
+            with torch.autocast(device, enabled=False):
+                result = function(*arguments)
         return (None, *result, *([None] * (len(facts.forward) + len(ctx.entries))))
 
 
@@ -164,6 +177,8 @@ def run_program(
     Returns:
         The outputs, the observed forward amaxes, and what :func:`fold` takes; None if the pipeline has to be traced.
     """
+    if compat.functorch_active():  # differentiates what it sees; the pipeline says where that would be wrong
+        return None
     leaves = [x]
     for slot in slots(block.uid).split():
         index, _, name = slot.partition(":")

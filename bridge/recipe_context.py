@@ -4,7 +4,8 @@ A module's quantizers observe while it runs; a step is closed, for all modules, 
 *next* forward is entered. So every forward and backward of one step, a recomputed forward included, reads
 the same scales, and the scales of each step are those Transformer Engine would use: it closes the forward's
 quantizers when the context ends and the backward's when the backward ends, both before the next step. Nothing is
-closed while a backward runs (activation checkpointing enters contexts again). Without grad mode nothing is observed.
+closed while a backward runs (activation checkpointing enters contexts again) or inside of a ``torch.func`` transform,
+which may write to nothing. Without grad mode nothing is observed.
 
 A context that is entered inside a compiled function cannot see the modules of the next step. There each module closes
 its forward quantizers when it first runs in the context, and each backward closes its gradient quantizers.
@@ -32,6 +33,7 @@ __all__ = [
     "closed_steps",
     "closes_in_graph",
     "default_recipe",
+    "in_context",
     "reads_weight_casts",
     "register_holder",
     "steps_to_close",
@@ -76,6 +78,11 @@ def default_recipe() -> Recipe:
 def active_recipe() -> Recipe | None:
     """The recipe that modules run, or None for high precision."""
     return _active.recipe
+
+
+def in_context() -> bool:
+    """Whether any ``autocast`` is open, a disabled one included."""
+    return _active.depth > 0
 
 
 def reads_weight_casts() -> bool:
@@ -142,7 +149,7 @@ class autocast:
                 _active.closed = []
             elif torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 _active.captured = []
-            elif not compat.in_backward():
+            elif not compat.in_backward() and not compat.functorch_active():
                 _close_step(self.recipe)
                 cache = self.recipe if self.cache_weights else None
                 if cache is not None:

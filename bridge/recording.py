@@ -32,6 +32,7 @@ __all__ = ["Key", "Kind", "Recording", "Unsupported", "record"]
 
 # sizes that stand for any number are large in examples, so that numbers of blocks are not 1
 _EXAMPLE = 1 << 20
+_one_at_a_time = threading.Lock()
 
 
 class Unsupported(Exception):
@@ -326,9 +327,10 @@ def record(key: Key) -> Recording:
         except BaseException as error:  # handed to the caller
             outcome.append(error)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with _one_at_a_time:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
     (made,) = outcome
     if isinstance(made, BaseException):
         raise made

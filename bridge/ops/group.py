@@ -12,7 +12,7 @@ from bridge.compat import in_backward, mark_static
 from bridge.main_grad import MainGrad, check_one_dtype, main_grad_of, overwriting_once
 from bridge.ops.fusions import FusionCache, registered
 from bridge.ops.layout import Layout
-from bridge.program import fold, run_program, slots, states
+from bridge.program import MISFIT, fold, run_program, slots, states
 from bridge.recipe_context import (
     active_recipe,
     close_captured,
@@ -105,7 +105,6 @@ class Group(Layout):
         self.custom_fusions = FusionCache(modules)
         self.num_extra_inputs = self.block.num_extra_inputs
         self.quantized = [m for m in modules if m.op.forward_quantizers or m.op.backward_quantizers]
-        self.quantized_places = tuple([i for i, m in enumerate(modules) if any(m is own for own in self.quantized)])
         self.switching = [m for m in modules if m.evaluation_op is not m.op]
         self.evaluation_block = Chain(tuple(m.evaluation_op for m in modules)) if self.switching else self.block
         self.taking_over = [(i, module) for i, module in enumerate(modules) if module.may_take_over]
@@ -118,7 +117,7 @@ class Group(Layout):
 
     def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
         compiling = torch.compiler.is_compiling()
-        if compiling and self.plain and not kwargs:
+        if torch.compiler.is_dynamo_compiling() and self.plain and not kwargs:
             outputs = self._recorded(x, extra_inputs)
             if outputs is not None:
                 return outputs
@@ -166,17 +165,21 @@ class Group(Layout):
         """A traced call by recorded functions, or None; see :mod:`bridge.program`. Reads as little as it can."""
         if registered.version or reads_weight_casts() or not isinstance(x, torch.Tensor):
             return None
-        if torch.is_autocast_enabled(x.device.type):
+        if x.device.type == "meta" or torch.is_autocast_enabled(x.device.type):
             return None
         recipe, block, modules = active_recipe(), self.block.uid, self.modules
         params: list[Any] = [{}] * len(modules)
         for slot in slots(block).split():
             index = int(slot.split(":")[0])
             params[index] = modules[index]._parameters
-        entries = [] if recipe is None else self._entries(block, recipe)
-        own = [] if recipe is None else self.quantized
+        places = "" if recipe is None else states(block, recipe.uid)
+        if places == MISFIT:
+            return None
+        entries = [] if recipe is None else self._entries(places, recipe)
+        stateful = sorted({int(place.split(":")[0]) for place in places.split()})
+        own = [modules[index] for index in stateful]
         due = steps_to_close(own)
-        opens = tuple([place for place, is_due in zip(self.quantized_places, due, strict=False) if is_due])
+        opens = tuple([place for place, is_due in zip(stateful, due, strict=False) if is_due])
         way = ("", "auto", None, opens, closes_in_graph())
         found = run_program(self.block, params, x, extra_inputs, entries, recipe, way)
         if found is None:
@@ -187,12 +190,13 @@ class Group(Layout):
             fold(text, entries, amaxes)
         return outputs
 
-    def _entries(self, block: str, recipe: Recipe) -> list[Any]:
+    def _entries(self, places: str, recipe: Recipe) -> list[Any]:
         """What casts read and the amax history of every entry of the state."""
         entries: list[Any] = []
         made: dict[str, Any] = {}
+        block = self.block.uid
         keys = _state_keys(block, recipe.uid).split("\n")
-        for place in states(block, recipe.uid).split():
+        for place in places.split():
             index, role, field = place.split(":")
             module = self.modules[int(index)]
             if module._state_key == keys[int(index)]:
@@ -309,8 +313,9 @@ def _attribute(module: BasicOperation, name: str) -> Any:
 
 
 def _params(module: BasicOperation, casts: Recipe | None) -> Any:
-    """The op's parameters by name; attributes for those that a parametrization has replaced."""
+    """The op's parameters by name; attributes for those that a parametrization or pruning has replaced."""
     own = module._parameters
     names = module.op.param_names
-    given = own if len(own) == len(names) else {name: _attribute(module, name) for name in names}
+    registered = len(own) == len(names) and all(name in own for name in names)
+    given = own if registered else {name: _attribute(module, name) for name in names}
     return cached_params(module, given, casts) if module.op.forward_quantizers else given

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bridge import compat
 from bridge.call import Takeover
 from bridge.model_init import stored, stored_weight
 from bridge.ops import extra_state
@@ -315,7 +316,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
             return
         known, device = dict(self._state_roles), self._state_device()
         # ordinary tensors even if the first call is an evaluation, and no part of autograd's graph
-        with torch.inference_mode(False), torch.no_grad():
+        with compat.real_tensors(), torch.inference_mode(False), torch.no_grad():
             for role, quantizer in roles:
                 place = (*self.op.forward_quantizers, *self.op.backward_quantizers).index(role)
                 # a key that is made again, after another recipe, is another one

@@ -264,3 +264,32 @@ def test_straight_line__constants():
     graph = compat.record(lambda x: [x + torch.tensor([1.0, 2.0, 3.0, 4.0])], [torch.ones(2, 4)])
     with pytest.raises(NotImplementedError, match="a constant tensor"):
         compat.straight_line(graph, lambda op: op)
+
+
+def test_forward_ad_active__inside_a_level_and_a_transform():
+    seen = []
+
+    def function(x):
+        seen.append(compat.forward_ad_active())
+        return x
+
+    function(torch.ones(1))
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.ones(1))
+    torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
+    torch.func.grad(lambda x: function(x).sum())(torch.ones(1))
+    assert seen == [False, True, True, False]
+
+
+def test_real_tensors__while_a_program_is_exported():
+    made = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            with compat.real_tensors(), torch.no_grad():
+                made.append(torch.ones(2))
+            return x + 1
+
+    program = torch.export.export(Module(), (torch.ones(1),))
+    assert type(made[0]) is torch.Tensor
+    assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]

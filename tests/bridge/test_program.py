@@ -207,3 +207,47 @@ def test_guards_of_a_block_are_few(dynamo, recorded):
     guards = [line for text in logged for line in text.splitlines() if "+- " in line and "GuardManager" not in line]
     assert 50 < len(guards) < 300
     assert [bool(text) for text in recorded] == [True] * 1
+
+
+def test_a_module_that_first_runs_without_state_closes_its_step_later(dynamo):
+    """Only modules that have state under the active recipe close it, inside of a compiled function too."""
+
+    def train(compiled):
+        torch.manual_seed(0)
+        model = bridge.ops.Sequential(bridge.ops.Linear(16, 16, bias=False))
+
+        def run(x):
+            with bridge.autocast(recipe=SMALL_HISTORY):
+                with bridge.autocast(recipe=CURRENT):
+                    y = model(x)
+                return model(y)
+
+        call = torch.compile(run, fullgraph=True, backend="eager") if compiled else run
+        for step in range(3):
+            call(leaf(8, 16, seed=step)).sum().backward()
+        return [own for name, own in model.named_buffers() if name.endswith("input_scale")]
+
+    eager, compiled = train(False), train(True)
+    assert_close(eager, compiled)
+    assert eager[0].item() > 2.0
+
+
+def test_meta_device(dynamo):
+    model = bridge.ops.Sequential(bridge.ops.Linear(16, 16, device="meta"))
+    x = torch.empty(4, 16, device="meta", requires_grad=True)
+    assert torch.compile(model, fullgraph=True, backend="eager")(x).shape == (4, 16)
+
+
+def test_an_unexpected_error_is_not_remembered(dynamo, monkeypatch, caplog):
+    block = fte.chain(fte.Linear(32, 32, bias=False))
+    record = program.recording.record
+    monkeypatch.setattr(program, "_found", {})
+    monkeypatch.setattr(program.recording, "record", lambda key: {}["broken"])
+    with caplog.at_level(logging.WARNING, "functional_te"):
+        _same(block, leaf(8, 32), leaves_of(block), (), None)
+    assert "KeyError" in caplog.text
+    assert not program._found
+    monkeypatch.setattr(program.recording, "record", record)
+    torch._dynamo.reset()
+    _same(block, leaf(8, 32), leaves_of(block), (), None)
+    assert len(program._found) == 1

@@ -1,4 +1,4 @@
-"""Modules of Transformer Engine itself, converted: the classes whose stand-ins tests/convert/test_te_modules.py uses."""
+"""Modules of Transformer Engine itself, converted; tests/convert/test_te_modules.py has stand-ins of them."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ import torch
 
 from functional_te.kernels import resolve_backend
 from tests.benchmarks.gpu import contestants as who
-from tests.benchmarks.gpu import kernel_rows, measure
+from tests.benchmarks.gpu import converted, kernel_rows, measure
 from tests.benchmarks.gpu.blocks import Llama, Mlp, Shape
 from tests.benchmarks.gpu.ceilings import floor_ms
 from tests.benchmarks.gpu.compile_time import cold
@@ -217,6 +217,27 @@ def measure_compile_time(row: str, settings: Settings, results: Results) -> bool
     return True
 
 
+def measure_converted(row: str, settings: Settings, results: Results) -> bool:
+    """Training steps of a Hugging Face Llama, each contestant alone: at least 20 steps after those that warm up."""
+    device = settings.device
+
+    def timed(one: Contestant) -> dict[str, Any]:
+        step = one.build()
+        ms = measure.settle(step, device)
+        count = measure.iterations(ms, settings.quick, device)
+        summary = measure.summary(measure.durations(step.run, count, device, step.clear))
+        return {**summary, "settled_ms": ms, "tokens_s": converted.tokens_per_second(summary["value"], device)}
+
+    for one in converted.contestants(device):
+        if results.fatal(row, one.who, one.mode) or not settings.takes(one.name) or (settings.quick and one.extra):
+            continue
+        if settings.late:
+            return False
+        _attempt(one, row, results, device, partial(timed, one))
+        measure.release(device, compiled=True)
+    return True
+
+
 def measure_kernels(row: str, settings: Settings, results: Results, source: Any) -> bool:
     """Kernels alone, ours only."""
     shape = shapes(settings.device)["mlp-t8192"]
@@ -268,6 +289,8 @@ def _all_rows() -> dict[str, Row]:
     rows.append(
         Row("compile-time", "8 Llama layers, cold", "s", lambda s, r: measure_compile_time("compile-time", s, r))
     )
+    title = "training step of a converted Llama (transformers)"
+    rows.append(Row("hf-llama", title, "ms", lambda s, r: measure_converted("hf-llama", s, r)))
     return {row.name: row for row in rows}
 
 

@@ -1,0 +1,91 @@
+"""Training steps of a Hugging Face Llama of about a billion parameters: as it is, in torchao's FP8, and converted.
+
+Needs transformers. A step is forward, loss, backward and a fused AdamW step on one batch; the batch is 8192 tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+
+import bridge
+from tests.benchmarks.gpu.contestants import RECIPES, Contestant, Step
+
+# the last projection stays in high precision for everybody, as is usual for FP8 training
+HEAD = "lm_head"
+
+
+def sizes(device: str) -> dict[str, int]:
+    """The configuration, and ``batch`` and ``context``; tiny where there is no GPU."""
+    if device != "cuda":
+        names = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+        return {**names, "num_key_value_heads": 2, "vocab_size": 128, "batch": 2, "context": 16}
+    names = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
+    return {**names, "num_key_value_heads": 4, "vocab_size": 32000, "batch": 4, "context": 2048}
+
+
+def _llama(device: str) -> tuple[Any, torch.Tensor]:
+    """A random Llama in bfloat16, and a batch of tokens."""
+    chosen = sizes(device)
+    batch, context = chosen.pop("batch"), chosen.pop("context")
+    library = importlib.import_module("transformers")
+    config = library.LlamaConfig(**chosen, max_position_embeddings=context, use_cache=False, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = library.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.randint(chosen["vocab_size"], (batch, context))
+    return model, tokens
+
+
+def build(kind: str, device: str, compiled: bool = True) -> Step:
+    """One training step.
+
+    Args:
+        kind: "torch", "torchao", or the name of a recipe of the converted model.
+        device: "cuda" or "cpu".
+        compiled: whether the forward with its loss is compiled.
+    """
+    model, tokens = _llama(device)
+    if kind == "torchao":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library = importlib.import_module("torchao.float8")
+            config = library.Float8LinearConfig.from_recipe_name("tensorwise")
+            library.convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != HEAD)
+    elif kind != "torch":
+        model = bridge.convert(model, RECIPES[kind], exclude=HEAD, inplace=True)
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    call = torch.compile(loss, fullgraph=kind not in ("torch", "torchao"), dynamic=False) if compiled else loss
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def run() -> None:
+        call(tokens).backward()
+        optimizer.step()
+
+    def clear() -> None:
+        optimizer.zero_grad()
+
+    return Step(run, clear, tuple(model.parameters()))
+
+
+def contestants(device: str) -> list[Contestant]:
+    """The original and torchao compiled, and the converted model in every recipe, compiled and eager."""
+    found = [Contestant("torch bf16", "compiled", lambda: build("torch", device), peer=True)]
+    found.append(Contestant("torchao", "compiled", lambda: build("torchao", device), peer=True))
+    for recipe in ("delayed", "current", "none"):
+        name = f"converted, {recipe}"
+        found.append(Contestant(name, "compiled", lambda recipe=recipe: build(recipe, device), extra=recipe == "none"))
+    found.append(Contestant("converted, delayed", "eager", lambda: build("delayed", device, False), extra=True))
+    return found
+
+
+def tokens_per_second(ms: float, device: str) -> float:
+    """Tokens of a batch over the time of a step."""
+    chosen = sizes(device)
+    return 1e3 * chosen["batch"] * chosen["context"] / ms
