@@ -43,6 +43,7 @@ def reports(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(reports, case):
     for rank, (found, log) in enumerate(reports):
