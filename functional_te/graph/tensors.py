@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -35,19 +36,26 @@ def _one(quantizer: Quantizer) -> str:
 
 def nbytes(value: Any) -> int:
     """Bytes of a tensor or of all tensors of a tree."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.dtype.itemsize
     flat: list[Any] = []
     pytree.structure(value, flat)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in flat if hasattr(leaf, "dtype"))
+
+
+@functools.lru_cache(1024)
+def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    name = dtype_name(dtype)
+    return Tensor(shape, name, name, "", (), math.prod(shape) * dtype.itemsize)
 
 
 def tensor_of(value: Any) -> Tensor:
     """The description of a meta tensor, or of a quantized tensor of some."""
     if isinstance(value, CachedWeight):
         value = value.quantized if value.stored else value.value
-    name = dtype_name(value.dtype)
-    shape = tuple(value.shape)
     if not isinstance(value, QuantizedTensor):
-        return Tensor(shape, name, name, "", (), nbytes(value))
+        return _plain(tuple(value.shape), value.dtype)
+    name, shape = dtype_name(value.dtype), tuple(value.shape)
     copies = [copy for copy, columnwise in (("rowwise", False), ("columnwise", True)) if value.copy(columnwise)]
     # the format of the copies that are left, not of those that were made
     quantizer = value.quantizer.with_usage("rowwise" in copies, "columnwise" in copies)

@@ -7,6 +7,7 @@ cast is what the pipeline and the ops say, and nothing of their logic is repeate
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -143,6 +144,12 @@ def _frozen(structure: Any) -> Any:
     return kind, tuple([_frozen(child) for child in children]), None if static_values is None else tuple(static_values)
 
 
+@functools.lru_cache(1024)
+def _rebuilder(frozen: Any) -> Any:
+    """:func:`functional_te.pytree.rebuilder`, which compiles, once for every structure."""
+    return pytree.rebuilder(frozen)
+
+
 class _Run:
     """Answers the launches of one direction and writes them down."""
 
@@ -174,8 +181,8 @@ class _Run:
             specs = pytree.rebuild(shape, [spec_of(leaf) for leaf in flat])
             result = self._normal((op.forward_fake if forward else op.backward_fake)(specs))
             results: list[Any] = []
-            known = self.known[key] = (specs, result), pytree.structure(result, results), results
-        return pytree.rebuild(known[1], [described(leaf) for leaf in known[2]]), known[0]
+            known = self.known[key] = (specs, result), _rebuilder(_frozen(pytree.structure(result, results))), results
+        return known[1]([described(leaf) for leaf in known[2]]), known[0]
 
     def _normal(self, result: Any) -> Any:
         if isinstance(result, (FwdResult, BwdResult)):
