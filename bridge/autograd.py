@@ -12,10 +12,20 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.call import Call, distinct, eager_call, flat_call, merge_saved, split_saved
+from bridge.call import (
+    Call,
+    dense,
+    distinct,
+    eager_call,
+    flat_call,
+    grads_by_argument,
+    merge_saved,
+    returned,
+    split_saved,
+)
 from bridge.gate import eager_launcher, launcher
 from bridge.program import MISFIT, forward_places, run_program, states
-from bridge.state import close_, fold_amaxes_, keep_scales
+from bridge.state import keep_scales, observe_
 from functional_te import pytree
 from functional_te._value import uid_of
 from functional_te.api import bind_kwargs
@@ -41,20 +51,7 @@ def _forward(call: Call, unique: Any) -> tuple[list[torch.Tensor], Any, Any, Any
     else:
         launch = eager_launcher(plan, "forward", call.takeovers)
         outcome = forward_pass(plan, x, params, state, extra_inputs, kwargs, launch)
-    outputs = [_dense(outcome.output), *outcome.extra_outputs]
-    if plan.any_alias:
-        # an autograd function may not return its input, nor one storage twice
-        outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
-    for key in plan.observes:
-        amax = outcome.amaxes.get(key)
-        # a tensor that came in quantized was not observed, which an amax of 0 means
-        outputs.append(outputs[0].new_zeros(1, dtype=torch.float32) if amax is None else amax)
-    return outputs, outcome.saved, state, targets
-
-
-def _dense(output: Any) -> Any:
-    """A chain that ends in a cast gives the rounded values: autograd differentiates tensors of values."""
-    return output.dequantize() if isinstance(output, QuantizedTensor) else output
+    return returned(plan, outcome), outcome.saved, state, targets
 
 
 def _grad_dtypes(call: Call, targets: Any) -> dict[int, tuple[torch.dtype | None, ...]] | None:
@@ -85,20 +82,9 @@ def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, coun
     launch = launcher(plan) if compiling else eager_launcher(plan, "backward", call.takeovers)
     grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
     outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
-    if outcome.amaxes:
-        if call.closes:
-            close_(plan, state, outcome.amaxes)
-        else:
-            fold_amaxes_(state, outcome.amaxes)
-    found: list[Any] = [outcome.grad_input]
-    for own in _accumulate(call, targets, outcome.grad_params) if call.main_grads else outcome.grad_params:
-        found.extend(own)
-    found.extend(outcome.grad_extra_inputs)
-    result: list[Any] = [None] * count
-    for grad, slot in zip(found, call.grad_slots, strict=True):
-        if grad is not None and slot >= 0:
-            result[slot] = grad if result[slot] is None else result[slot] + grad
-    return tuple(result)
+    observe_(plan, state, outcome.amaxes, call.closes)
+    grad_params = _accumulate(call, targets, outcome.grad_params) if call.main_grads else outcome.grad_params
+    return tuple(grads_by_argument(outcome, grad_params, call.grad_slots, count))
 
 
 def _zeros_if_absent(grads: Any, like: Any) -> tuple[Any, ...]:
@@ -311,7 +297,7 @@ def _run(
     if not plan.output_requires_grad:
         launch = launcher(plan) if compiling else eager_launcher(plan, "forward", takeovers)
         outcome = forward_pass(plan, x, params, state, extra_inputs, bound, launch)
-        return [_dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
+        return [dense(outcome.output), *outcome.extra_outputs], outcome.amaxes
     if not compiling and compat.forward_ad_active():
         raise NotImplementedError(
             "functional_te: a chain that is recorded for autograd has no forward-mode derivative (torch.func.jvp, "

@@ -14,12 +14,24 @@ import torch
 
 from functional_te import pytree
 from functional_te.fuser.plan import Plan
-from functional_te.quantization.tensor import CachedWeight
+from functional_te.quantization.tensor import CachedWeight, QuantizedTensor
 
 if TYPE_CHECKING:
     from bridge.main_grad import MainGrad
 
-__all__ = ["Call", "Takeover", "distinct", "eager_call", "flat_call", "launch_taken_over", "merge_saved", "split_saved"]
+__all__ = [
+    "Call",
+    "Takeover",
+    "dense",
+    "distinct",
+    "eager_call",
+    "flat_call",
+    "grads_by_argument",
+    "launch_taken_over",
+    "merge_saved",
+    "returned",
+    "split_saved",
+]
 
 
 def split_saved(leaves: list[Any]) -> tuple[list[torch.Tensor], list[Any] | None]:
@@ -36,6 +48,44 @@ def merge_saved(values: list[Any] | None, tensors: Any) -> Any:
         return tensors
     rest = iter(tensors)
     return [next(rest) if value is None else value for value in values]
+
+
+def dense(output: Any) -> Any:
+    """A chain that ends in a cast gives the rounded values: autograd differentiates tensors of values."""
+    return output.dequantize() if isinstance(output, QuantizedTensor) else output
+
+
+def returned(plan: Plan, outcome: Any) -> list[torch.Tensor]:
+    """What the forward of an autograd function returns: main and extra outputs, and an amax for each observer."""
+    outputs = [dense(outcome.output), *outcome.extra_outputs]
+    if plan.any_alias and plan.output_requires_grad:
+        # an autograd function may not return its input, nor one storage twice
+        outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
+    for key in plan.observes:
+        amax = outcome.amaxes.get(key)
+        # a tensor that came in quantized was not observed, which an amax of 0 means
+        outputs.append(outputs[0].new_zeros(1, dtype=torch.float32) if amax is None else amax)
+    return outputs
+
+
+def grads_by_argument(outcome: Any, grad_params: Any, slots: Any, count: int) -> list[Any]:
+    """One gradient or None for each of ``count`` arguments, summed over the slots that an argument fills.
+
+    Args:
+        outcome: of the backward pass.
+        grad_params: gradients of parameters by op.
+        slots: for the input, every parameter and every extra input, which argument it is, or -1.
+        count: number of arguments.
+    """
+    found: list[Any] = [outcome.grad_input]
+    for own in grad_params:
+        found.extend(own)
+    found.extend(outcome.grad_extra_inputs)
+    result: list[Any] = [None] * count
+    for grad, slot in zip(found, slots, strict=True):
+        if grad is not None and slot >= 0:
+            result[slot] = grad if result[slot] is None else result[slot] + grad
+    return result
 
 
 class Takeover(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 
 from bridge import compat
 from bridge import state as states
-from bridge.call import merge_saved, split_saved
+from bridge.call import grads_by_argument, merge_saved, returned, split_saved
 from bridge.gate import launch_opaque
 from bridge.library import NAMESPACE, ensure_registered
 from functional_te import pytree
@@ -25,7 +25,6 @@ from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import Plan, find_plan, full_pattern
 from functional_te.pipeline import backward_pass, forward_pass
 from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
-from functional_te.quantization.tensor import QuantizedTensor
 
 __all__ = ["Key", "Kind", "Recording", "Unsupported", "record"]
 
@@ -121,9 +120,9 @@ class _Recorder:
         self.saved_values: list[Any] | None = None
         self.mode, self.environment = compat.storage_free_mode()
         named: dict[Any, Any] = {}
-        self.leaves = [self._tensor(kind, named) for kind in key.kinds]
+        leaves = [self._tensor(kind, named) for kind in key.kinds]
         self.unique: list[Any] = [None] * (max(key.places) + 1)
-        for leaf, place in zip(self.leaves, key.places, strict=True):
+        for leaf, place in zip(leaves, key.places, strict=True):
             if self.unique[place] is None:
                 self.unique[place] = leaf
         tensors = [self._tensor(kind, named) for kind in key.entries]
@@ -189,21 +188,13 @@ class _Recorder:
         reads = dict(zip(self.forward_entries, tensors[count:], strict=True))
         state = self._state({key: (read, None) for key, read in reads.items()})
         outcome = forward_pass(plan, x, params, state, extra_inputs, {}, launch_opaque)
-        output = outcome.output.dequantize() if isinstance(outcome.output, QuantizedTensor) else outcome.output
-        outputs = [output, *outcome.extra_outputs]
-        if plan.any_alias and plan.output_requires_grad:
-            # an autograd function may not return its input, nor one storage twice
-            outputs = [out.clone() if alias else out for out, alias in zip(outputs, plan.aliases, strict=True)]
-        self.outputs = len(outputs)
-        amaxes = [outcome.amaxes.get(key) for key in plan.observes]
-        zero = [amax for amax in amaxes if amax is None]
-        # a tensor that came in quantized was not observed, which an amax of 0 means
-        none = output.new_zeros(1, dtype=torch.float32) if zero else None
+        outputs = returned(plan, outcome)
+        self.outputs = len(outputs) - len(plan.observes)
         leaves, self.saved_spec = pytree.tree_flatten(outcome.saved)
         saved, self.saved_values = split_saved(leaves)
         if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in self.saved_values or ()):
             raise Unsupported("a size is saved for the backward")
-        return [*outputs, *[none if amax is None else amax for amax in amaxes], *saved]
+        return [*outputs, *saved]
 
     def fold(self, *tensors: Any) -> list[Any]:
         """Fold amaxes into the forward's histories."""
@@ -224,17 +215,9 @@ class _Recorder:
             dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
         )
         outcome = backward_pass(plan, saved, state, grads[0], grads[1:], launch_opaque)
-        if outcome.amaxes:
-            if self.key.closes:
-                states.close_(plan, state, outcome.amaxes)
-            else:
-                states.fold_amaxes_(state, outcome.amaxes)
-        found = [outcome.grad_input, *[g for own in outcome.grad_params for g in own], *outcome.grad_extra_inputs]
-        result: list[Any] = [None] * len(self.unique)
-        for grad, place, needed in zip(found, self.key.places, self.key.flags, strict=True):
-            if grad is not None and needed:
-                result[place] = grad if result[place] is None else result[place] + grad
-        return result
+        states.observe_(plan, state, outcome.amaxes, self.key.closes)
+        slots = [place if needed else -1 for place, needed in zip(self.key.places, self.key.flags, strict=True)]
+        return grads_by_argument(outcome, outcome.grad_params, slots, len(self.unique))
 
     def trace(self, function: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """``function`` written down, and what it gives."""

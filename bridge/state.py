@@ -28,6 +28,7 @@ __all__ = [
     "is_builtin_delayed",
     "keep",
     "keep_scales",
+    "observe_",
     "recording",
     "write_",
 ]
@@ -269,3 +270,13 @@ def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) 
     close_states_(
         [(dict(plan.state_roles[index])[role], own, amax) for (index, role), own, amax in _by_state(state, amaxes)]
     )
+
+
+def observe_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor], closes: bool) -> None:
+    """Fold what a backward observed into ``state``, in place, and with ``closes`` close the step of who observed."""
+    if not amaxes:
+        return
+    if closes:
+        close_(plan, state, amaxes)
+    else:
+        fold_amaxes_(state, amaxes)
