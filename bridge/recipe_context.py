@@ -240,10 +240,9 @@ def close_in_graph(module: Any, roles: Any, states: dict[str, Any]) -> None:
     Once per context. The gradient quantizers are closed by the backward, because a compiled graph may not write to
     one tensor in both of its halves.
     """
-    closed = _active.closed
-    if closed is None or not torch.is_grad_enabled() or any(module is known for known in closed):
+    if not any(steps_to_close([module])):
         return
-    closed.append(module)
+    closed_steps([module])
     close_states_(
         [(quantizer, states[role], None) for role, quantizer in roles if role in module.op.forward_quantizers]
     )
