@@ -1,12 +1,5 @@
 """Collectives and sharded linear layers: two gloo ranks run the cases of ``distributed_cases`` once."""
 
-import json
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,8 +7,8 @@ import functional_te as fte
 from bridge import ops
 from tests.bridge.distributed_cases import CASES, SIZE
 from tests.helpers import assert_same, uniform
+from tests.ranks import reports_of
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 400
 
 
@@ -23,29 +16,8 @@ LIMIT = 400
 def reports(tmp_path_factory):
     """What became of every case on every rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(SIZE):
-        with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, "-m", "tests.bridge.distributed_cases", str(rank), str(SIZE)]
-            command += [str(folder / "rendezvous"), str(folder / f"{rank}.json")]
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    end = time.monotonic() + LIMIT
-    try:
-        for rank in ranks:
-            rank.wait(max(1.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    found = []
-    for rank in range(SIZE):
-        report = folder / f"{rank}.json"
-        log = (folder / f"{rank}.log").read_text()[-4000:]
-        found.append((json.loads(report.read_text()) if report.exists() else {}, log))
-    return found
+    own = (str(SIZE), str(folder / "rendezvous"), str(folder / "{rank}.json"))
+    return reports_of("tests.bridge.distributed_cases", folder, SIZE, LIMIT, *own)
 
 
 @pytest.mark.parametrize("case", CASES)
