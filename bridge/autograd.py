@@ -25,6 +25,7 @@ from bridge.call import (
 )
 from bridge.gate import eager_launcher, launcher
 from bridge.program import MISFIT, forward_places, run_program, states
+from bridge.replay import replayed
 from bridge.state import keep_scales, observe_
 from functional_te import pytree
 from functional_te._value import uid_of
@@ -273,11 +274,10 @@ def _run(
             "functional_te: torch.func transforms inside of compiled code would differentiate through casts. Compile "
             "functional_te.vjp instead, or transform outside of compiled code."
         )
-    if torch.compiler.is_dynamo_compiling() and not (kwargs or main_grads or takeovers):
-        way = (uid_of(fusions), backend, compute_dtype, (), closes)
-        recorded = _recorded(block, params, x, extra_inputs, state, recipe, way)
-        if recorded is not None:
-            return recorded
+    if not (kwargs or main_grads or takeovers):
+        known = _known(block, params, x, extra_inputs, state, recipe, (fusions, backend, compute_dtype, closes))
+        if known is not None:
+            return known
     try:
         pattern = _pattern(block, params, x, extra_inputs)
     except (KeyError, IndexError, ValueError, TypeError):
@@ -346,6 +346,17 @@ def _entries(state: Any, places: list[list[str]]) -> list[torch.Tensor] | None:
     if len(distinct(reads)[0]) != len(reads) or any(tensor._base is not None for tensor in entries):
         return None
     return entries
+
+
+def _known(
+    block: Any, params: Any, x: Any, extra_inputs: Any, state: Any, recipe: Any, way: tuple[Any, ...]
+) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]] | None:
+    """A call by what was written down of calls like it; None if the pipeline has to run."""
+    fusions, backend, compute_dtype, closes = way
+    if torch.compiler.is_dynamo_compiling():
+        traced = (uid_of(fusions), backend, compute_dtype, (), closes)
+        return _recorded(block, params, x, extra_inputs, state, recipe, traced)
+    return replayed(block, params, x, extra_inputs, state, recipe, (fusions, backend, compute_dtype))
 
 
 def _recorded(

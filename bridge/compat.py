@@ -19,6 +19,7 @@ __all__ = [
     "functorch_active",
     "in_backward",
     "is_torch_pytree",
+    "local_tensor",
     "mark_static",
     "no_torch_function",
     "preserved_versions",
@@ -122,6 +123,15 @@ def mark_static(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_static_address(tensor)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The very tensor that a ``DTensor`` holds; another tensor itself.
+
+    Reason: the public ``to_local()`` gives an alias, on which nothing can be remembered.
+    """
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an ATen op writes to; none for an op that writes to nothing.
 
@@ -221,6 +231,8 @@ def straight_line(graph: Any, rename: Callable[[Any], Any]) -> Callable[..., Any
     Reason: ``python_code`` of a graph is meant for graph modules, whose calls a compiler would guard.
     """
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    # Dynamo of torch 2.11 takes no op that returns a number
+    sizes = {torch.ops.aten.sym_size.int: "size", torch.ops.aten.sym_numel.default: "numel"}
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             raise NotImplementedError(f"a constant tensor, {node.target}")
@@ -228,8 +240,8 @@ def straight_line(graph: Any, rename: Callable[[Any], Any]) -> Callable[..., Any
             continue
         if node.target in views:
             node.target = torch.ops.aten.reshape.default
-        elif node.target is torch.ops.aten.sym_size.int:
-            node.op, node.target = "call_method", "size"
+        elif node.target in sizes:
+            node.op, node.target = "call_method", sizes[node.target]
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = rename(node.target)
     code = graph.graph.python_code("self")

@@ -8,6 +8,7 @@ given up.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from bridge import state as states
 from bridge.call import grads_by_argument, merge_saved, returned, split_saved
 from bridge.gate import launch_opaque
 from bridge.library import NAMESPACE, ensure_registered
+from bridge.tape import Unwritable, record_tape
 from functional_te import pytree
 from functional_te._value import value_of
 from functional_te.check import check_call, check_state
@@ -26,7 +28,7 @@ from functional_te.fuser.plan import Plan, find_plan, full_pattern
 from functional_te.pipeline import backward_pass, forward_pass
 from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
 
-__all__ = ["Key", "Kind", "Recording", "Unsupported", "record"]
+__all__ = ["Key", "Kind", "Recording", "Unsupported", "plan_of", "record", "record_tapes"]
 
 
 # sizes that stand for any number are large in examples, so that numbers of blocks are not 1
@@ -93,6 +95,7 @@ class Recording:
             saved, the backward's entries and gradients of the outputs to gradients of the distinct arguments).
         arguments: number of distinct tensors.
         forward, backward: which entries of the state are the forward's and the backward's.
+        entries: op and role of all of them.
     """
 
     outputs: int
@@ -102,6 +105,7 @@ class Recording:
     arguments: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    entries: tuple[tuple[int, str], ...] = ()
 
     def facts(self, name: str) -> str:
         """Its numbers as a text without guards, after the ``name`` of its functions."""
@@ -110,11 +114,18 @@ class Recording:
 
 
 class _Recorder:
-    """Runs the parts of one call on tensors without storage."""
+    """Runs the parts of one call on tensors without storage.
 
-    def __init__(self, key: Key, plan: Plan) -> None:
+    Args:
+        key: the kind of call.
+        plan: its plan.
+        launch: how steps are launched; None for their implementations.
+    """
+
+    def __init__(self, key: Key, plan: Plan, launch: Any) -> None:
         self.key = key
         self.plan = plan
+        self.launch = launch
         self.outputs = self.saved_count = 0
         self.saved_spec: Any = None
         self.saved_values: list[Any] | None = None
@@ -187,7 +198,7 @@ class _Recorder:
         x, params, extra_inputs = self._arguments(tensors[:count])
         reads = dict(zip(self.forward_entries, tensors[count:], strict=True))
         state = self._state({key: (read, None) for key, read in reads.items()})
-        outcome = forward_pass(plan, x, params, state, extra_inputs, {}, launch_opaque)
+        outcome = forward_pass(plan, x, params, state, extra_inputs, {}, self.launch)
         outputs = returned(plan, outcome)
         self.outputs = len(outputs) - len(plan.observes)
         leaves, self.saved_spec = pytree.tree_flatten(outcome.saved)
@@ -214,7 +225,7 @@ class _Recorder:
         state = self._state(
             dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
         )
-        outcome = backward_pass(plan, saved, state, grads[0], grads[1:], launch_opaque)
+        outcome = backward_pass(plan, saved, state, grads[0], grads[1:], self.launch)
         states.observe_(plan, state, outcome.amaxes, self.key.closes)
         slots = [place if needed else -1 for place, needed in zip(self.key.places, self.key.flags, strict=True)]
         return grads_by_argument(outcome, outcome.grad_params, slots, len(self.unique))
@@ -252,34 +263,37 @@ def _check_ops(plan: Plan) -> None:
             raise Unsupported(f"{kind.__name__} is inline")
 
 
-def _record(key: Key) -> Recording:
+def plan_of(key: Key) -> Plan:
+    """The plan of a kind of call."""
     block, recipe, fusions = value_of(key.block), value_of(key.recipe), value_of(key.fusions)
     flags = iter(key.flags)
     pattern: Any = (next(flags), tuple(tuple(next(flags) for _ in op.param_names) for op in block.ops), tuple(flags))
     if not any(key.flags):
         pattern = full_pattern(block, False)
-    plan = find_plan(block, recipe, pattern, (key.backend, key.kinds[0].device[0]), key.compute_dtype, fusions)
-    _check_ops(plan)
-    recorder = _Recorder(key, plan)
+    return find_plan(block, recipe, pattern, (key.backend, key.kinds[0].device[0]), key.compute_dtype, fusions)
+
+
+def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recording:
+    """Have ``write`` write down the parts of a call, without ``begin`` and ``fold`` for ``eager`` callers."""
+    plan = recorder.plan
     recorder.check()
     functions: dict[str, Callable[..., Any]] = {}
     own = [tensor for entry in recorder.forward_entries for tensor in recorder.entries[entry][1:]]
     reads, histories = own[::2], own[1::2]
-    with states.recording():
-        if own:
-            functions["begin"], _ = recorder.trace(recorder.begin, own)
-        functions["forward"], made = recorder.trace(recorder.forward, [*recorder.unique, *reads])
-        observes = len(plan.observes)
-        if observes:
-            amaxes = made[recorder.outputs : recorder.outputs + observes]
-            functions["fold"], _ = recorder.trace(recorder.fold, [*histories, *amaxes])
-        if plan.output_requires_grad:
-            saved = made[recorder.outputs + observes :]
-            recorder.saved_count = len(saved)
-            with recorder.mode:
-                grads = [torch.empty(out.shape, dtype=out.dtype, device=out.device) for out in made[: recorder.outputs]]
-            backward_own = [t for entry in recorder.backward_entries for t in recorder.entries[entry][1:]]
-            functions["backward"], _ = recorder.trace(recorder.backward, [*saved, *backward_own, *grads])
+    if own and not eager:
+        functions["begin"], _ = write(recorder.begin, own)
+    functions["forward"], made = write(recorder.forward, [*recorder.unique, *reads])
+    observes = len(plan.observes)
+    if observes and not eager:
+        amaxes = made[recorder.outputs : recorder.outputs + observes]
+        functions["fold"], _ = write(recorder.fold, [*histories, *amaxes])
+    if plan.output_requires_grad:
+        saved = made[recorder.outputs + observes :]
+        recorder.saved_count = len(saved)
+        with recorder.mode:
+            grads = [torch.empty(out.shape, dtype=out.dtype, device=out.device) for out in made[: recorder.outputs]]
+        backward_own = [t for entry in recorder.backward_entries for t in recorder.entries[entry][1:]]
+        functions["backward"], _ = write(recorder.backward, [*saved, *backward_own, *grads])
     order = list(recorder.entries)
     return Recording(
         outputs=recorder.outputs,
@@ -289,7 +303,34 @@ def _record(key: Key) -> Recording:
         arguments=len(recorder.unique),
         forward=tuple(order.index(entry) for entry in recorder.forward_entries),
         backward=tuple(order.index(entry) for entry in recorder.backward_entries),
+        entries=tuple(order),
     )
+
+
+def _record(key: Key) -> Recording:
+    plan = plan_of(key)
+    _check_ops(plan)
+    recorder = _Recorder(key, plan, launch_opaque)
+    with states.recording():
+        return _write(recorder, recorder.trace, eager=False)
+
+
+def record_tapes(key: Key) -> Recording:
+    """Record an eager call, down to its launches; see :mod:`bridge.replay`. All sizes of the key are definite.
+
+    Raises:
+        Unsupported: the call cannot be written down.
+    """
+    plan = plan_of(key)
+    foreign = [type(op).__name__ for op in plan.chain.ops if not type(op).__module__.startswith("functional_te.")]
+    if foreign:
+        raise Unsupported(f"{foreign[0]} is no op of the library")
+    recorder = _Recorder(key, plan, None)
+    try:
+        with torch.no_grad():
+            return _write(recorder, functools.partial(record_tape, recorder.mode), eager=True)
+    except Unwritable as error:
+        raise Unsupported(str(error)) from error
 
 
 def record(key: Key) -> Recording:

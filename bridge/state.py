@@ -8,6 +8,7 @@ copied into the state.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -62,7 +63,9 @@ def _kernel(device: str) -> Any:
     return None if device == "cpu" else _fused(device).close_step
 
 
+@functools.cache
 def _fused(device: str) -> Any:
+    """The fused kernels of a device type."""
     return kernels(resolve_backend("auto", device)).fused
 
 

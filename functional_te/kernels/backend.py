@@ -62,6 +62,8 @@ class Backend:
         transposed_copies: whether products read transposed copies that are mere transposes, as a GPU without other
             FP8 layouts must.
         traceable: whether a compiler can trace through the kernels. If not, ops that run them are opaque to it.
+        repeatable: whether launches of kernels and ATen operators, with numbers that follow from shapes, are all that
+            the functions do.
         fast_accumulation: whether ``gemm_nt``, ``gemm_nn`` and ``gemm_tn`` accumulate fast; None if they cannot.
         fused: the fused kernels.
     """
@@ -90,6 +92,7 @@ class Backend:
     bias_grad: Callable[..., Any]
     transposed_copies: bool = False
     traceable: bool = True
+    repeatable: bool = False
     fast_accumulation: tuple[bool, bool, bool] | None = None
     fused: Fused = Fused()
 

@@ -233,7 +233,7 @@ def observing(name: str, on_cast: Callable[[Any, Any, Any], None]) -> Iterator[s
         return result
 
     observed = f"{name}, observed by {id(quantize):#x}"
-    _BY_NAME[observed] = dataclasses.replace(source, name=observed, quantize=quantize, fused=Fused())
+    _BY_NAME[observed] = dataclasses.replace(source, name=observed, repeatable=False, quantize=quantize, fused=Fused())
     try:
         yield observed
     finally:

@@ -165,6 +165,21 @@ def test_is_torch_pytree__of_builtin_containers() -> None:
     assert not compat.is_torch_pytree(int)
 
 
+def test_local_tensor__is_the_same_object_every_time() -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    plain = torch.ones(2)
+    assert compat.local_tensor(plain) is plain
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        made = distribute_tensor(plain, mesh, [Replicate()])
+        assert torch.equal(compat.local_tensor(made), plain)
+        assert compat.local_tensor(made) is compat.local_tensor(made)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_mark_static__reaches_the_graph_of_a_tensor_from_outside() -> None:
     """Also a tensor that is no buffer: the graph's input is marked as one that stays where it is."""
 
@@ -258,6 +273,14 @@ def test_straight_line():
     assert nothing is None
     assert size == 7
     assert torch.ops.aten.mul.Tensor in names
+
+
+def test_straight_line__numbers_come_from_methods():
+    tensor, _ = _sized(None)
+    graph = compat.record(lambda x: [x.as_strided((x.numel(),), (1,)), x.new_zeros(x.shape[0])], [tensor])
+    function = compat.straight_line(graph, lambda op: op)
+    assert [name for name in function.__code__.co_names if name.startswith("sym_")] == []
+    assert [part.shape for part in function(torch.ones(3, 4))] == [(12,), (3,)]
 
 
 def test_straight_line__constants():

@@ -4,16 +4,21 @@ A launch through :func:`torch.library.wrap_triton` is transparent to Inductor, w
 no Python in between, but costs an eager caller four times a plain launch. So an eager call is a plain launch; and where
 the same kernel was launched before with arguments of the same kind, a launch of the kernel as it was compiled then,
 which spares the half of the time in which Triton looks at every argument.
+
+What launches the same kernels over and over may have them written down (:func:`recording_launches`) and repeat them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.library import wrap_triton  # noqa: TID251 - a way to call a kernel, no registration
 
-__all__ = ["INTERPRETED", "PLAIN_TYPES", "blocks", "interpreted", "launch"]
+__all__ = ["INTERPRETED", "PLAIN_TYPES", "Launch", "blocks", "interpreted", "launch", "recording_launches"]
 
 
 def interpreted() -> bool:
@@ -40,7 +45,11 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
         constants: its ``tl.constexpr`` arguments, ``num_warps`` and ``num_stages``.
     """
     if type(probe) not in PLAIN_TYPES:
-        wrap_triton(kernel)[grid](*args, **constants)
+        record = getattr(_recorder, "record", None)
+        if record is None:
+            wrap_triton(kernel)[grid](*args, **constants)
+        else:
+            record(kernel, grid, args, constants)
     elif INTERPRETED or not probe.is_cuda:
         kernel[grid](*args, **constants)
     elif probe.device.index == torch.cuda.current_device():
@@ -48,6 +57,54 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
     else:
         with torch.cuda.device(probe.device):  # Triton launches on the current device
             _launch(kernel, grid, probe.device.index, args, constants)
+
+
+_recorder = threading.local()
+
+
+@contextlib.contextmanager
+def recording_launches(record: Callable[[Any, Any, Any, Any], None]) -> Iterator[None]:
+    """Inside, on this thread, launches on tensors without storage are handed to ``record``.
+
+    It takes the kernel, the grid, the arguments and the constants, which is what :class:`Launch` takes.
+    """
+    _recorder.record = record
+    try:
+        yield
+    finally:
+        del _recorder.record
+
+
+class Launch:
+    """A launch to be repeated on other tensors of the same dtypes. Call it with the tensors, in order.
+
+    Args:
+        kernel, grid, args, constants: as given to :func:`launch`; of tensors among ``args`` only the places matter.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> None:
+        self.kernel, self.grid, self.constants = kernel, grid, constants
+        self.places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self.args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self.full_grid = (*grid, 1, 1)[:3]
+        self.rest = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
+        # compiled kernels by which of the tensors lie at multiples of 16 bytes
+        self.compiled: dict[int, Any] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Launch on the current device."""
+        args = self.args.copy()
+        aligned = 0
+        for place, tensor in zip(self.places, tensors, strict=True):
+            args[place] = tensor
+            aligned = 2 * aligned + (tensor.data_ptr() & 15 == 0)
+        known = self.compiled.get(aligned)
+        if known is not None:
+            known[self.full_grid](*args, *self.rest)
+            return
+        made = self.kernel[self.grid](*args, **self.constants)
+        if not INTERPRETED:
+            self.compiled[aligned] = made
 
 
 # By kernel, device, kinds of arguments, and constants: the compiled kernel, and constants in the order of parameters.

@@ -32,6 +32,7 @@ TRITON = dataclasses.replace(
     fast_accumulation=FAST_ACCUMULATION,
     # a compiler cannot trace through the interpreter
     traceable=not INTERPRETED,
+    repeatable=True,
     fused=Fused(
         activation=activation,
         activation_grad=activation_grad,

@@ -261,4 +261,4 @@ def _launch(scales: Any, histories: Any, amaxes: Any, tops: Any, **constants: bo
         num_warps=4,
         **constants,
     )
-    return [] if kept is None else [row[:1] for row in kept.unbind()]
+    return [] if kept is None else list(kept[:, :1].unbind())

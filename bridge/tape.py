@@ -1,0 +1,205 @@
+"""Tapes: what a function of tensors does, as straight-line Python that calls kernels and ATen operators.
+
+The function runs once on tensors without storage. Every launch of a kernel and every ATen operator is written down with
+the numbers that it had, and compiled into a function that does the same to real tensors of the same shapes and dtypes.
+What decides anything on the host is decided once, so a tape fits calls of one kind; who records says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_te.kernels.triton.launch import Launch, recording_launches
+
+__all__ = ["Unwritable", "record_tape"]
+
+# Zeros that kernels fold into lie 16 bytes apart, which every kernel takes for aligned.
+_APART = 4
+_OF_EMPTY = {"dtype", "device", "layout", "pin_memory"}
+
+
+class Unwritable(Exception):
+    """Something that no straight line of calls does."""
+
+
+class _Step:
+    """One call of ``function``; ``made`` is what it gave, ``mutates`` whether it writes to an argument."""
+
+    def __init__(self, function: Any, args: Any, kwargs: Any, made: Any, mutates: bool) -> None:
+        self.function, self.args, self.kwargs, self.made, self.mutates = function, args, kwargs, made, mutates
+
+
+class _Writer(TorchDispatchMode):
+    """Writes down calls. Inside of the mode of tensors without storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self.made: dict[int, torch.Tensor] = {}  # by id, which is theirs as long as they live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and write it down."""
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        mutates = func._schema.is_mutable
+        if not mutates and not any(True for _ in _tensors(made)):
+            return made  # a number that follows from shapes
+        if func.namespace != "aten":
+            raise Unwritable(f"it calls {func}")
+        if func is torch.ops.aten.detach.default and id(args[0]) in self.made:
+            return args[0]  # nothing is recorded for autograd
+        self.made.update((id(tensor), tensor) for tensor in _tensors(made))
+        self.steps.append(_Step(func, args, kwargs, made, mutates))
+        return made
+
+    def launched(self, kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+        """Write down a launch."""
+        tensors = tuple([arg for arg in args if isinstance(arg, torch.Tensor)])
+        self.steps.append(_Step(Launch(kernel, grid, args, constants), tensors, {}, None, True))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _needed(steps: list[_Step], results: Any) -> list[_Step]:
+    """The steps that a result or something written to depends on."""
+    wanted = {id(tensor) for tensor in _tensors(results)}
+    kept = []
+    for step in reversed(steps):
+        if step.mutates or any(id(tensor) in wanted for tensor in _tensors(step.made)):
+            kept.append(step)
+            wanted.update(id(tensor) for tensor in _tensors((step.args, step.kwargs)))
+    return kept[::-1]
+
+
+def _is_slot(step: _Step) -> bool:
+    """Whether it makes the zero that a kernel folds an amax into."""
+    made = step.made
+    return (
+        step.function in (torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default)
+        and tuple(made.shape) == (1,)
+        and made.dtype is torch.float32
+    )
+
+
+class _Source:
+    """Python source of a tape."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.names: dict[int, str] = {}
+        self.globals: dict[str, Any] = {"empty": torch.empty, "zeros": torch.zeros}
+        # a line, and the variables in it
+        self.lines: list[tuple[str, list[str]]] = []
+        self.used: list[str] = []
+        for index, tensor in enumerate(inputs):
+            self.names.setdefault(id(tensor), f"x{index}")
+
+    def constant(self, value: Any) -> str:
+        for name, known in self.globals.items():
+            if known is value or (type(known) is type(value) is torch.device and known == value):
+                return name
+        name = f"c{len(self.globals)}"
+        self.globals[name] = value
+        return name
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """The variable of a tensor, a new one if it has none."""
+        return self.names.setdefault(id(tensor), f"v{len(self.names)}")
+
+    def expression(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.names:
+                raise Unwritable("it uses a tensor that is no argument")
+            self.used.append(self.names[id(value)])
+            return self.names[id(value)]
+        if isinstance(value, (tuple, list)):
+            return "[" + ", ".join(map(self.expression, value)) + "]"
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise Unwritable("it depends on a symbolic number")
+        return repr(value) if type(value) in (int, bool, type(None)) else self.constant(value)
+
+    def call(self, function: str, args: Any, kwargs: Any) -> str:
+        given = [self.expression(arg) for arg in args]
+        given.extend(f"{name}={self.expression(value)}" for name, value in kwargs.items())
+        return f"{function}({', '.join(given)})"
+
+    def add(self, text: str, *made: str) -> None:
+        self.lines.append((f"{', '.join(made)} = {text}" if made else text, [*self.used, *made]))
+        self.used = []
+
+    def slots(self, steps: list[_Step]) -> None:
+        """One fill for all zeros that kernels fold into."""
+        if not steps:
+            return
+        self.add(f"zeros({_APART * len(steps)}, device={self.constant(steps[0].made.device)})", "slots")
+        for index, step in enumerate(steps):
+            self.used.append("slots")
+            self.add(f"slots.as_strided((1,), (1,), {_APART * index})", self.name(step.made))
+
+    def step(self, step: _Step) -> None:
+        function, kwargs = step.function, step.kwargs
+        if function is torch.ops.aten.empty.memory_format and kwargs.keys() <= _OF_EMPTY:
+            # of the ways to call it the quickest
+            text = self.call("empty", step.args, {name: kwargs[name] for name in ("dtype", "device") if name in kwargs})
+        else:
+            text = self.call(self.constant(function), step.args, kwargs)
+        made = list(_tensors(step.made))
+        if isinstance(step.made, torch.Tensor):
+            self.add(text, self.name(step.made))
+        elif made:
+            self.add(f"{text}", f"{', '.join(map(self.name, made))},")
+            self.lines[-1][1][-1:] = map(self.name, made)
+        else:
+            self.add(text)
+
+    def function(self, arguments: int, results: Any) -> Callable[..., Any]:
+        """The function, which lets go of what it no longer needs."""
+        self.add(f"return {self.expression(list(results))}")
+        last = {name: number for number, (_, used) in enumerate(self.lines) for name in used}
+        body = []
+        for number, (line, used) in enumerate(self.lines[:-1]):
+            gone = [name for name in dict.fromkeys(used) if last[name] == number and name[0] != "x"]
+            body.append(line + (f"; del {', '.join(gone)}" if gone else ""))
+        head = f"def tape({', '.join(f'x{index}' for index in range(arguments))}):"
+        source = "\n    ".join([head, *body, self.lines[-1][0]])
+        namespace = dict(self.globals)
+        exec(compile(source, "<functional_te tape>", "exec"), namespace)
+        function: Callable[..., Any] = namespace["tape"]
+        function.source = source  # type: ignore[attr-defined]
+        return function
+
+
+def record_tape(
+    mode: Any, function: Callable[..., Sequence[Any]], inputs: Sequence[torch.Tensor]
+) -> tuple[Callable[..., list[Any]], Sequence[Any]]:
+    """``function`` as a tape, and what it gave.
+
+    Args:
+        mode: in which tensors have no storage.
+        function: from tensors to tensors and None.
+        inputs: its arguments, of that mode, with definite sizes.
+
+    Raises:
+        Unwritable: it does something else than launching kernels and calling ATen operators.
+    """
+    writer = _Writer()
+    with mode, writer, recording_launches(writer.launched):
+        results = function(*inputs)
+    steps = _needed(writer.steps, results)
+    source = _Source(inputs)
+    source.slots([step for step in steps if _is_slot(step)])
+    for step in steps:
+        if not _is_slot(step):
+            source.step(step)
+    return source.function(len(inputs), results), results

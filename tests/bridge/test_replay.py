@@ -1,0 +1,393 @@
+"""Eager calls by recorded launches give what the pipeline gives, or leave the call to it.
+
+Where there is no GPU, Triton's interpreter runs the kernels, and programs are allowed on the CPU for the tests.
+"""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bridge
+import functional_te as fte
+from bridge import replay
+
+pytest.importorskip("triton", reason="needs triton (the `triton` extra)")
+
+BF16 = torch.bfloat16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = {
+    "none": None,
+    "delayed": fte.recipes.DelayedScaling(amax_history_len=3),
+    "current": fte.recipes.Float8CurrentScaling(),
+    "block": fte.recipes.Float8BlockScaling(),
+}
+autograd = sys.modules["bridge.autograd"]
+
+
+def block(bias=True):
+    return fte.chain(
+        fte.MakeExtraOutput(),
+        fte.RMSNorm(32),
+        fte.Linear(32, 64, bias=bias),
+        fte.SwiGLU(),
+        fte.Linear(32, 32, bias=False),
+        fte.AddExtraInput(),
+    )
+
+
+class Programs:
+    """How many calls ran by a program."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        inner = autograd.replayed
+
+        def counted(*args):
+            found = inner(*args)
+            self.calls += found is not None
+            return found
+
+        monkeypatch.setattr(autograd, "replayed", counted)
+
+    @staticmethod
+    def kinds():
+        return [type(known).__name__ for known in replay._known.values()]
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    monkeypatch.setattr(replay, "_DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(replay, "_known", {})
+    return Programs(monkeypatch)
+
+
+def step(chain, params, state, recipe, x, grads, **options):
+    """Outputs, gradients and new state of one training step; parameters are left without gradients."""
+    extra = torch.full_like(x, 0.5) if chain.num_extra_inputs else None
+    inputs = (x,) if extra is None else (x, extra)
+    outputs, new = bridge.apply(chain, params, *inputs, state=state, recipe=recipe, backend="triton", **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    made = [out.detach().clone() for out in outputs]
+    if any(out.requires_grad for out in outputs):
+        wanted = [(out, grad) for out, grad in zip(outputs, grads, strict=False) if grad is not None]
+        torch.autograd.backward([out for out, _ in wanted], [grad for _, grad in wanted])
+    leaves = [x, *[param for own in params for param in own.values()]]
+    made.extend(torch.zeros(0) if leaf.grad is None else leaf.grad.clone() for leaf in leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    if new:
+        made.extend(entry.amax_history.clone() for own in new for entry in own.values())
+        new = fte.update_state(chain, recipe, new)
+        made.extend(entry.scale.clone() for own in new for entry in own.values())
+    return made, new
+
+
+def run(recipe, count, *, chain=None, tokens=(8,), needs_x=True, frozen=(), grads=None, seed=0):
+    """What ``count`` steps made."""
+    torch.manual_seed(seed)
+    chain = block() if chain is None else chain
+    params = fte.init(chain, dtype=BF16, seed=0, device=DEVICE)
+    for index, own in enumerate(params):
+        for name, param in own.items():
+            param.requires_grad_((index, name) not in frozen)
+    state = None if recipe is None else fte.init_state(chain, recipe, device=DEVICE)
+    found = []
+    for _ in range(count):
+        x = torch.randn(*tokens, 32).to(BF16).requires_grad_(needs_x)
+        given = [torch.randn(*tokens, 32).to(BF16) for _ in range(2)] if grads is None else grads(x)
+        made, state = step(chain, params, state, recipe, x, given)
+        found.append(made)
+    return found
+
+
+def assert_equal(one, other):
+    for left, right in zip(one, other, strict=True):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert a.dtype is b.dtype
+            assert torch.equal(a, b)
+
+
+@pytest.fixture
+def compare(programs, monkeypatch):
+    """Run the same steps by the pipeline and by programs; how many calls of the second run were programs' calls."""
+
+    def compared(recipe, count=5, **options):
+        monkeypatch.setattr(replay, "_CALLS", 10**9)
+        expected = run(recipe, count, **options)
+        assert programs.calls == 0
+        monkeypatch.setattr(replay, "_CALLS", 2)
+        replay._known.clear()
+        assert_equal(run(recipe, count, **options), expected)
+        return programs.calls
+
+    return compared
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_have_the_bits_of_the_pipeline(compare, programs, name):
+    assert compare(RECIPES[name]) == 4
+    assert programs.kinds() == ["Program"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"needs_x": False},
+        {"frozen": ((2, "weight"), (2, "bias"))},
+        {"frozen": ((1, "weight"), (2, "weight"), (2, "bias"), (4, "weight"))},
+        {"needs_x": False, "frozen": ((1, "weight"), (2, "weight"), (2, "bias"), (4, "weight"))},
+        {"tokens": (3, 4)},
+        {"tokens": (5,)},
+        {"tokens": (1,)},
+        {"tokens": (0,)},
+        # gradients that are views of one number, in another order, and of one output alone
+        {"grads": lambda x: [torch.ones((), dtype=BF16).expand(8, 32)] * 2},
+        {"grads": lambda x: [torch.randn(32, 8).to(BF16).t()] * 2},
+        {"grads": lambda x: [None, torch.ones(8, 32, dtype=BF16)]},
+        {"grads": lambda x: [torch.ones(8, 32, dtype=BF16), None]},
+    ],
+    ids=[
+        "input-frozen", "weight-frozen", "weights-frozen", "nothing-needed", "three-dims", "ragged", "one-row", "empty",
+        "expanded", "transposed", "extra-alone", "main-alone",
+    ],
+)  # fmt: skip
+def test_patterns_of_calls(compare, options):
+    assert compare(RECIPES["delayed"], count=3, **options) == 2
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    needs_x=st.booleans(),
+    bias=st.booleans(),
+    name=st.sampled_from(["none", "delayed", "current"]),
+    dtype=st.sampled_from([torch.float32, torch.float16, BF16]),
+)
+def test_random_chains(tokens, needs_x, bias, name, dtype):
+    chain = fte.chain(fte.LayerNorm(16), fte.Linear(16, 48, bias=bias), fte.GELU(), fte.Linear(48, 16, bias=not bias))
+    recipe = RECIPES[name]
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_DEVICES", {"cuda", "cpu"})
+        for calls in (10**9, 2):
+            patch.setattr(replay, "_CALLS", calls)
+            patch.setattr(replay, "_known", {})
+            torch.manual_seed(0)
+            params = fte.init(chain, dtype=dtype, seed=0, device=DEVICE)
+            for own in params:
+                for param in own.values():
+                    param.requires_grad_()
+            state = None if recipe is None else fte.init_state(chain, recipe, device=DEVICE)
+            steps = []
+            for _ in range(3):
+                x = torch.randn(tokens, 16).to(dtype).requires_grad_(needs_x)
+                result, state = step(chain, params, state, recipe, x, [torch.randn(tokens, 16).to(dtype)])
+                steps.append(result)
+            made.append(steps)
+            assert Programs.kinds() == (["int"] if calls > 2 else ["Program"])
+    assert_equal(*made)
+
+
+def test_kinds_have_programs_of_their_own(programs, monkeypatch):
+    monkeypatch.setattr(replay, "_CALLS", 2)
+    monkeypatch.setattr(replay, "_MOST", 3)
+    for tokens in (4, 8, 4, 8):
+        run(RECIPES["current"], 1, tokens=(tokens,), chain=_SHARED)
+    assert programs.calls == 2
+    assert programs.kinds() == ["Program", "Program"]
+    for tokens in (1, 2, 3):
+        run(RECIPES["current"], 1, tokens=(tokens,), chain=_SHARED)
+    assert len(replay._known) <= 3
+
+
+_SHARED = fte.chain(fte.RMSNorm(32), fte.Linear(32, 32))
+
+
+def test_no_grad_and_inference(programs, monkeypatch):
+    chain, params = _SHARED, fte.init(_SHARED, dtype=BF16, seed=0, device=DEVICE)
+    x = torch.randn(8, 32).to(BF16)
+    for mode in (torch.no_grad, torch.inference_mode):
+        monkeypatch.setattr(replay, "_known", {})
+        monkeypatch.setattr(replay, "_CALLS", 2)
+        with mode():
+            made = [bridge.apply(chain, params, x, recipe=RECIPES["current"], backend="triton")[0] for _ in range(3)]
+        assert torch.equal(made[0], made[2])
+    assert programs.calls == 4
+
+
+def modules(monkeypatch):
+    """A module whose calls run the Triton kernels, also on the CPU."""
+    inner = autograd.make_plan
+    monkeypatch.setattr(
+        autograd, "make_plan", lambda *args, **options: inner(*args, **{**options, "backend": "triton"})
+    )
+    replays = autograd.replayed
+    monkeypatch.setattr(autograd, "replayed", lambda *args: replays(*args[:6], (args[6][0], "triton", args[6][2])))
+    torch.manual_seed(0)
+    ops = bridge.ops
+    return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32)).to(BF16)
+
+
+def train(module, steps=6, checkpointed=None, recipe=None, after=None):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for index in range(steps):
+        x = torch.randn(8, 32).to(BF16).requires_grad_()
+        with bridge.autocast(recipe=RECIPES["delayed"] if recipe is None else recipe):
+            if checkpointed is None:
+                y = module(x)
+            else:
+                y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=checkpointed)
+        y.float().square().sum().backward()
+        losses.append([y.detach().clone(), x.grad.clone()])
+        if after is not None:
+            after(index, module)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append([buffer.clone() for _, buffer in module.named_buffers()])
+    return losses
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_modules_train_alike(programs, monkeypatch, checkpointed):
+    monkeypatch.setattr(replay, "_CALLS", 10**9)
+    expected = train(modules(monkeypatch), checkpointed=checkpointed)
+    assert programs.calls == 0
+    monkeypatch.setattr(replay, "_CALLS", 3)
+    replay._known.clear()
+    assert_equal(train(modules(monkeypatch), checkpointed=checkpointed), expected)
+    assert programs.calls >= 4
+
+
+def test_saved_tensor_hooks_see_what_the_pipeline_saves(programs, monkeypatch):
+    module = modules(monkeypatch)
+    monkeypatch.setattr(replay, "_CALLS", 2)
+    x = torch.randn(8, 32).to(BF16).requires_grad_()
+    seen = []
+    for _ in range(3):
+        own = []
+
+        def pack(tensor, own=own):
+            own.append((tuple(tensor.shape), tensor.dtype))
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            bridge.autocast(recipe=RECIPES["current"]),
+        ):
+            module(x).sum().backward()
+        seen.append(own)
+    assert programs.calls == 2
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) > 3
+
+
+def test_second_derivatives_are_refused(programs, monkeypatch):
+    module = modules(monkeypatch)
+    monkeypatch.setattr(replay, "_CALLS", 1)
+    y = module(torch.randn(8, 32).to(BF16).requires_grad_())
+    assert programs.calls == 1
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        y.sum().backward(create_graph=True)
+
+
+def test_tied_parameters(programs, monkeypatch):
+    chain = fte.chain(fte.Linear(32, 32, bias=False), fte.SiLU(), fte.Linear(32, 32, bias=False))
+    x, grad = (torch.randn(8, 32).to(BF16) for _ in range(2))
+    weight = torch.randn(32, 32).to(BF16)
+    made = []
+    for calls in (10**9, 1):
+        monkeypatch.setattr(replay, "_CALLS", calls)
+        replay._known.clear()
+        own = weight.clone().requires_grad_()
+        params = ({"weight": own}, {}, {"weight": own})
+        result = bridge.apply(chain, params, x, recipe=RECIPES["current"], backend="triton")[0]
+        result.backward(grad)
+        made.append([result.detach(), own.grad])
+    assert programs.calls == 1
+    assert_equal(made[:1], made[1:])
+
+
+def calls_of(monkeypatch, programs, *args, times=3, **options):
+    """How many of some equal calls ran by a program."""
+    monkeypatch.setattr(replay, "_CALLS", 1)
+    replay._known.clear()
+    before = programs.calls
+    for _ in range(times):
+        bridge.apply(*args, backend="triton", **options)
+    return programs.calls - before
+
+
+def test_what_the_pipeline_keeps(programs, monkeypatch):
+    params = fte.init(_SHARED, dtype=BF16, seed=0, device=DEVICE)
+    x = torch.randn(8, 32).to(BF16)
+    recipe = RECIPES["current"]
+    assert calls_of(monkeypatch, programs, _SHARED, params, x, recipe=recipe) == 3
+    # other strides than those that were recorded
+    assert calls_of(monkeypatch, programs, _SHARED, params, torch.randn(32, 8).to(BF16).t(), recipe=recipe) == 0
+    # arguments that are cast already
+    cast, _ = fte.quantize_params(_SHARED, params, recipe)
+    assert calls_of(monkeypatch, programs, _SHARED, cast, x, recipe=recipe) == 0
+    # labels of a profile, forward kwargs, transforms
+    with torch.profiler.profile():
+        assert calls_of(monkeypatch, programs, _SHARED, params, x, recipe=recipe) == 0
+    dropout = fte.chain(fte.Dropout(0.5))
+    key = {"key": fte.make_key(0, device=DEVICE)}
+    assert calls_of(monkeypatch, programs, dropout, ({},), x, kwargs={0: key}) == 0
+    before = programs.calls
+    torch.func.vjp(lambda x: bridge.apply(_SHARED, params, x, backend="triton")[0], x)
+    assert programs.calls == before
+
+
+def test_states_shared_by_two_places_run_the_pipeline(programs, monkeypatch):
+    chain = fte.chain(fte.Linear(32, 32, bias=False), fte.Linear(32, 32, bias=False))
+    params = fte.init(chain, dtype=BF16, seed=0, device=DEVICE)
+    recipe = RECIPES["delayed"]
+    own = fte.init_state(chain, recipe, device=DEVICE)
+    x = torch.randn(8, 32).to(BF16)
+    assert calls_of(monkeypatch, programs, chain, params, x, state=own, recipe=recipe) == 3
+    assert calls_of(monkeypatch, programs, chain, params, x, state=(own[0], own[0]), recipe=recipe) == 0
+
+
+class Doubled(fte.SiLU):
+    """An op of the user's, whose Python a program would leave out."""
+
+
+def test_ops_of_the_users_run_the_pipeline(programs, monkeypatch):
+    chain = fte.chain(fte.Linear(32, 32), Doubled())
+    params = fte.init(chain, dtype=BF16, seed=0, device=DEVICE)
+    x = torch.randn(8, 32).to(BF16)
+    assert calls_of(monkeypatch, programs, chain, params, x) == 0
+    assert programs.kinds() == ["NoneType"]
+
+
+def test_wrong_calls_raise_as_before(programs, monkeypatch):
+    params = fte.init(_SHARED, dtype=BF16, seed=0, device=DEVICE)
+    x = torch.randn(8, 32).to(BF16)
+    assert calls_of(monkeypatch, programs, _SHARED, params, x) == 3
+    with pytest.raises(ValueError, match=r"op 0 .*input"):
+        bridge.apply(_SHARED, params, x[:, :16].contiguous(), backend="triton")
+    with pytest.raises((ValueError, TypeError), match="params"):
+        bridge.apply(_SHARED, params[:1], x, backend="triton")
+    with pytest.raises(ValueError, match="state"):
+        bridge.apply(_SHARED, params, x, backend="triton", recipe=RECIPES["delayed"])
+
+
+def test_the_reference_backend_has_no_programs(programs, monkeypatch):
+    monkeypatch.setattr(replay, "_CALLS", 1)
+    params = fte.init(_SHARED, dtype=BF16, seed=0, device=DEVICE)
+    bridge.apply(_SHARED, params, torch.randn(8, 32).to(BF16))
+    assert programs.calls == 0
+    assert programs.kinds() == ["NoneType"]
