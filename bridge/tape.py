@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_te.kernels.triton.launch import Launch, recording_launches
-
 __all__ = ["Unwritable", "record_tape"]
 
 # Zeros that kernels fold into lie 16 bytes apart, which every kernel takes for aligned.
@@ -56,10 +54,9 @@ class _Writer(TorchDispatchMode):
         self.steps.append(_Step(func, args, kwargs, made, mutates))
         return made
 
-    def launched(self, kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+    def launched(self, launch: Any, tensors: list[torch.Tensor]) -> None:
         """Write down a launch."""
-        tensors = tuple([arg for arg in args if isinstance(arg, torch.Tensor)])
-        self.steps.append(_Step(Launch(kernel, grid, args, constants), tensors, {}, None, True))
+        self.steps.append(_Step(launch, tensors, {}, None, True))
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
@@ -193,6 +190,8 @@ def record_tape(
     Raises:
         Unwritable: it does something else than launching kernels and calling ATen operators.
     """
+    from functional_te.kernels.triton.launch import recording_launches  # Triton may be absent
+
     writer = _Writer()
     with mode, writer, recording_launches(writer.launched):
         results = function(*inputs)

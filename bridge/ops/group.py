@@ -159,7 +159,7 @@ class Group(Layout):
         fold_amaxes_(state, amaxes)
         if not torch.compiler.is_compiling() and not in_backward():
             for module in self.quantized:
-                module.observed = True
+                vars(module)["observed"] = True  # past torch.nn.Module, which looks for it among parameters first
 
     def _recorded(self, x: Any, extra_inputs: tuple[Any, ...]) -> list[torch.Tensor] | None:
         """A traced call by recorded functions, or None; see :mod:`bridge.program`. Reads as little as it can."""

@@ -17,6 +17,7 @@ import torch
 
 from functional_te._errors import value_error
 from functional_te.kernels.backend import REFERENCE, Backend, Fused
+from functional_te.kernels.measured import MEASURED, MEASURED_ON, fastest_first
 from functional_te.torch_compat import assume_constant_result
 
 __all__ = [
@@ -99,10 +100,8 @@ BACKENDS: tuple[Source, ...] = (
     Source("te", _load_te, _missing_te, "Transformer Engine's kernels"),
 )
 
-# ``"auto"``: by device type, the backends to take, the first that can run. Measured on an H200 in CUDA graphs, an MLP
-# block of 512 x 1024 x 4096 with delayed scaling, forward and backward: 0.134 ms; graphed callables of Transformer
-# Engine's te.ops: 0.863 ms (python -m tests.benchmarks.gpu.run).
-_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "reference"), "cpu": ("reference",)}
+# ``"auto"``: by device type, the backends to take, the first that can run
+_ORDER: dict[str, tuple[str, ...]] = {"cuda": fastest_first(), "cpu": ("reference",)}
 
 _BY_NAME: dict[str, Backend] = {"reference": REFERENCE}
 
@@ -194,6 +193,12 @@ class BackendTable:
     def __repr__(self) -> str:
         lines = [f"backends on {self.device} (auto: {self.auto})"]
         lines.extend(f"  {name:<10} {summary}; {usable}" for name, summary, usable in self.rows)
+        if self.device == "cuda":
+            names = [name for name, *_ in self.rows]
+            lines.append(f"  why: milliseconds of a training step of an MLP block ({MEASURED_ON})")
+            lines.append(f"    {'':<22}" + "".join(f"{name:>10}" for name in names))
+            for recipe, times in MEASURED.items():
+                lines.append(f"    {recipe:<22}" + "".join(f"{times.get(name, '-'):>10}" for name in names))
         return "\n".join(lines)
 
 

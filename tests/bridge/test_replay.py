@@ -16,6 +16,12 @@ from bridge import replay
 
 pytest.importorskip("triton", reason="needs triton (the `triton` extra)")
 
+pytestmark = [
+    # of the first product in the thread of the backward, and of every profile
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),
+]
+
 BF16 = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = {
@@ -388,6 +394,6 @@ def test_wrong_calls_raise_as_before(programs, monkeypatch):
 def test_the_reference_backend_has_no_programs(programs, monkeypatch):
     monkeypatch.setattr(replay, "_CALLS", 1)
     params = fte.init(_SHARED, dtype=BF16, seed=0, device=DEVICE)
-    bridge.apply(_SHARED, params, torch.randn(8, 32).to(BF16))
+    bridge.apply(_SHARED, params, torch.randn(8, 32).to(BF16), backend="reference")
     assert programs.calls == 0
     assert programs.kinds() == ["NoneType"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import functional_te as fte
-from functional_te.kernels import BACKENDS, kernels, registry, resolve_backend
+from functional_te.kernels import BACKENDS, kernels, measured, registry, resolve_backend
 
 BLOCK = fte.chain(fte.RMSNorm(16), fte.Linear(16, 16))
 
@@ -35,7 +35,24 @@ def test_auto_takes_the_fastest_that_can_run(machine: Any) -> None:
     assert resolve_backend("auto", "cuda") == "triton"
     assert resolve_backend("auto", "cpu") == resolve_backend("auto") == resolve_backend("auto", "meta") == "reference"
     machine(triton="too old")
+    assert resolve_backend("auto", "cuda") == "te"
+    machine(triton="too old", te="it is not installed")
     assert resolve_backend("auto", "cuda") == "reference"
+
+
+def test_the_measurements_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"one": {"reference": 1.0, "te": 2.0, "triton": 3.0}, "other": {"reference": 9.0, "te": 1.0, "triton": 1.0}}
+    monkeypatch.setattr(measured, "MEASURED", times)
+    assert measured.fastest_first() == ("te", "triton", "reference")
+
+
+def test_the_table_says_why() -> None:
+    text = repr(fte.backends("cuda"))
+    for recipe, times in measured.MEASURED.items():
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(recipe)]
+        assert set(map(str, times.values())) <= set(line.split())
+    assert "H200" in text
+    assert "H200" not in repr(fte.backends("cpu"))
 
 
 def test_what_is_missing_is_said_before_anything_runs(machine: Any) -> None:

@@ -17,7 +17,7 @@ from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.formulas import FORMULAS, formula
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import in_blocks, offsets, rows_of_tile, store_tile, target
+from functional_te.kernels.triton.tile import in_blocks, offsets, rows_of_tile, sized, store_tile, target
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.torch_compat import statically_known_true
@@ -173,16 +173,21 @@ def _backward_kernel(
         gate, linear = _halves(col, N, INTERLEAVE)
         a = _load(x, row, gate, width, inside)
         b = _load(x, row, linear, width, inside)
-        lam, _ = formula(b, grad, LINEAR, C0, C1, C2)
-        phi, _ = formula(a, grad, VALUE, C0, C1, C2)
-        # both before anything is stored: two tiles of results need fewer registers than three of inputs
-        _, da = formula(a, grad * lam, VALUE, C0, C1, C2)
-        _, dx = formula(b, grad * phi, LINEAR, C0, C1, C2)
         if SPLIT:
-            dx = tl.where(half == 0, da, dx)
+            if half == 0:
+                lam, _ = formula(b, grad, LINEAR, C0, C1, C2)
+                _, dx = formula(a, grad * lam, VALUE, C0, C1, C2)
+            else:
+                phi, _ = formula(a, grad, VALUE, C0, C1, C2)
+                _, dx = formula(b, grad * phi, LINEAR, C0, C1, C2)
             col += half * N
             left += half * N
         else:
+            lam, _ = formula(b, grad, LINEAR, C0, C1, C2)
+            phi, _ = formula(a, grad, VALUE, C0, C1, C2)
+            # both before anything is stored: two tiles of results need fewer registers than three of inputs
+            _, da = formula(a, grad * lam, VALUE, C0, C1, C2)
+            _, dx = formula(b, grad * phi, LINEAR, C0, C1, C2)
             if INTERLEAVE == 0 and not EVEN:
                 # columns behind the first half are inside of the matrix, but belong to programs of the second
                 gate = tl.where(col < N, gate, width)
@@ -275,7 +280,7 @@ def activation(
     shape = (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
     matrix = as_matrix(x).contiguous()
     rows, cols = matrix.shape[0], matrix.shape[1] // 2 if gated else matrix.shape[1]
-    bm, bn, warps = tile = tile_size(_case("gated" if gated else "activation", bound), rows, cols)
+    bm, bn, warps = tile = tile_size(sized("gated" if gated else "activation", bound), rows, cols)
     made = target(shape, dtype, bound, x.device, tile)
     if made is None:
         return None
@@ -321,7 +326,7 @@ def activation_grad(
         return None
     grad, matrix = as_matrix(dy).contiguous(), as_matrix(x).contiguous()
     rows, cols = matrix.shape[0], matrix.shape[1] // 2 if gated else matrix.shape[1]
-    bm, bn, warps = tile = tile_size(_case("gated_grad" if gated else "activation_grad", bound), rows, cols)
+    bm, bn, warps = tile = tile_size(sized("gated_grad" if gated else "activation_grad", bound), rows, cols)
     even = statically_known_true(cols % bn == 0)
     if gated and in_blocks(bound) and not even:
         return None
@@ -342,8 +347,3 @@ def activation_grad(
     if needs_bias:
         sum_rows(partials, bias)
     return (*made.result(), bias if needs_bias else None)
-
-
-def _case(name: str, bound: BoundQuantizer | None) -> str:
-    """The case of :mod:`~functional_te.kernels.triton.sizes`."""
-    return f"{name}_block" if in_blocks(bound) else name

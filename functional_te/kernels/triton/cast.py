@@ -9,7 +9,7 @@ import triton.language as tl
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, in_blocks, offsets, rows_of_tile, store_tile, target
+from functional_te.kernels.triton.tile import Target, offsets, rows_of_tile, sized, store_tile, target
 from functional_te.quantization.cast import quantize_bound
 from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import as_matrix
@@ -115,7 +115,7 @@ def _cast(x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, bias: torc
     matrix = as_matrix(x).contiguous()
     rows, cols = matrix.shape
     case = "cast" if bias is None else "cast_bias"
-    bm, bn, warps = tile = tile_size(f"{case}_block" if in_blocks(bound) else case, rows, cols)
+    bm, bn, warps = tile = tile_size(sized(case, bound), rows, cols)
     made = target(tuple(x.shape), dtype, bound, x.device, tile)
     if made is None:
         return None

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch.library import wrap_triton  # noqa: TID251 - a way to call a kernel, no registration
 
-__all__ = ["INTERPRETED", "PLAIN_TYPES", "Launch", "blocks", "interpreted", "launch", "recording_launches"]
+__all__ = [
+    "INTERPRETED",
+    "PLAIN_TYPES",
+    "Launch",
+    "blocks",
+    "interpreted",
+    "launch",
+    "launch_alike",
+    "recording_launches",
+]
 
 
 def interpreted() -> bool:
@@ -49,7 +58,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
         if record is None:
             wrap_triton(kernel)[grid](*args, **constants)
         else:
-            record(kernel, grid, args, constants)
+            record(Launch(kernel, grid, args, constants), [arg for arg in args if isinstance(arg, torch.Tensor)])
     elif INTERPRETED or not probe.is_cuda:
         kernel[grid](*args, **constants)
     elif probe.device.index == torch.cuda.current_device():
@@ -63,11 +72,8 @@ _recorder = threading.local()
 
 
 @contextlib.contextmanager
-def recording_launches(record: Callable[[Any, Any, Any, Any], None]) -> Iterator[None]:
-    """Inside, on this thread, launches on tensors without storage are handed to ``record``.
-
-    It takes the kernel, the grid, the arguments and the constants, which is what :class:`Launch` takes.
-    """
+def recording_launches(record: Callable[[Launch, list[torch.Tensor]], None]) -> Iterator[None]:
+    """Inside, on this thread, launches on tensors without storage are handed to ``record``, with their tensors."""
     _recorder.record = record
     try:
         yield
@@ -133,6 +139,31 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: int, args: Any, constant
         return
     compiled, rest = known
     compiled[(*grid, 1, 1)[:3]](*args, *rest)
+
+
+_launches: dict[Any, Launch] = {}
+
+
+def launch_alike(
+    key: Any, kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: Any, **constants: Any
+) -> None:
+    """:func:`launch` of a kernel whose many arguments take longer to look at than it runs.
+
+    Args:
+        key: tells launches of the kernel apart that differ in anything but their tensors: grid, numbers, constants,
+            dtypes.
+        kernel, grid, probe, args, constants: as for :func:`launch`.
+    """
+    if type(probe) not in PLAIN_TYPES or not probe.is_cuda or probe.device.index != torch.cuda.current_device():
+        launch(kernel, grid, probe, *args, **constants)
+        return
+    own = (kernel, key, probe.device.index)
+    known = _launches.get(own)
+    if known is None:
+        if len(_launches) >= _MOST:
+            _launches.clear()
+        known = _launches[own] = Launch(kernel, grid, args, constants)
+    known(*[arg for arg in args if isinstance(arg, torch.Tensor)])
 
 
 def blocks(size: Any, block: int) -> Any:

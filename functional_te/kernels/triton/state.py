@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from functional_te._errors import value_error
-from functional_te.kernels.triton.launch import launch
+from functional_te.kernels.triton.launch import launch_alike
 from functional_te.kernels.triton.tile import divide
 from functional_te.quantization.scaling import FLOAT32_MAX
 
@@ -246,14 +246,16 @@ def _launch(scales: Any, histories: Any, amaxes: Any, tops: Any, **constants: bo
     kept = torch.empty((count, _APART), dtype=torch.float32, device=device) if constants["KEEPS"] else None
     # not one that is written to: a compiler that makes mutation explicit would write both back
     idle = torch.empty(1, dtype=torch.float32, device=device) if constants["CLOSES"] else scales[0]
-    launch(
+    length = histories[0].shape[0] if histories else 0
+    launch_alike(
+        (count, len(amaxes), length, *tops, *constants.values()),
         _close_kernel,
         (count,),
         scales[0],
         *(tensor for own in (scales, histories, amaxes) for tensor in (*own, *[idle] * (_CHUNK - len(own)))),
         *(*tops, *[0.0] * (_CHUNK - len(tops))),
         idle if kept is None else kept,
-        histories[0].shape[0] if histories else 0,
+        length,
         FLOAT32_MAX,
         COUNT=count,
         APART=_APART,

@@ -36,7 +36,7 @@ from functional_te.torch_compat import statically_known_true
 
 INTERPRETED_ = tl.constexpr(INTERPRETED)
 
-__all__ = ["Target", "divide", "in_blocks", "offsets", "round_through", "rounded", "store_tile", "target"]
+__all__ = ["Target", "divide", "in_blocks", "offsets", "round_through", "rounded", "sized", "store_tile", "target"]
 
 # How a tile ends: as it is; observed only; cast with the scale of delayed or of current scaling; cast in blocks.
 # Kernels compare with these strings: Triton checks on every launch that constants of a module are what they were.
@@ -360,6 +360,13 @@ _PLAIN: dict[str, Any] = {
 def in_blocks(bound: BoundQuantizer | None) -> bool:
     """Whether a cast takes tiles of 128 by 128."""
     return bound is not None and type(bound.quantizer) is Float8BlockQuantizer
+
+
+def sized(case: str, bound: BoundQuantizer | None) -> str:
+    """The case of :mod:`~functional_te.kernels.triton.sizes` of a kernel that casts so."""
+    if not in_blocks(bound):
+        return case
+    return f"{case}_block_1d" if bound.quantizer.block_scaling_dim == 1 else f"{case}_block"  # type: ignore[union-attr]
 
 
 def _packs(rows: Any, tile: tuple[int, int, int]) -> bool:

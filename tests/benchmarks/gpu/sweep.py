@@ -41,7 +41,7 @@ class Case:
 
     Attributes:
         name: what is printed.
-        sizes: key of :data:`~functional_te.kernels.triton.sizes.TILES`; kernels of blocks take the key with "_block".
+        sizes: key of :data:`~functional_te.kernels.triton.sizes.TILES`; kernels of blocks have keys of their own.
         element: FP8 type of the result.
         build: from (rows, columns, bound quantizer, device) to the call and its least bytes.
         shapes: rows and columns that ``build`` gets.
@@ -199,13 +199,14 @@ def copy_terabytes(device: str) -> float:
     return terabytes(lambda: target.copy_(source), 2 * source.nbytes, device)
 
 
-def tile_config(case: Case, made_of_blocks: bool, config: Config) -> contextlib.AbstractContextManager[Any]:
-    """The context in which kernels of ``case`` use ``config``."""
+def tile_config(case: Case, form: str, config: Config) -> contextlib.AbstractContextManager[Any]:
+    """The context in which kernels of ``case`` that cast to a ``form`` use ``config``."""
     if case.using is not None:
         return case.using(config)
     from functional_te.kernels.triton import sizes
 
-    return patch.dict(sizes.TILES, {f"{case.sizes}_block" if made_of_blocks else case.sizes: config[:3]})
+    suffix = {"block-1d": "_block_1d", "block-2d": "_block"}.get(form, "")
+    return patch.dict(sizes.TILES, {f"{case.sizes}{suffix}": config[:3]})
 
 
 def sweep(case: Case, shape: tuple[int, int], form: str, device: str) -> Iterator[tuple[Config, float | str]]:
@@ -213,12 +214,12 @@ def sweep(case: Case, shape: tuple[int, int], form: str, device: str) -> Iterato
     of_blocks = form.startswith("block")
     configs = case.configs
     if of_blocks and case.using is None:
-        configs = tuple((128, 128, warps) for warps in (8, 16, 32))
+        configs = tuple((128, 128, warps) for warps in (4, 8, 16, 32))
     run, count = case.build(*shape, quantizers(case.element, device)[form], device)
     found: list[tuple[Config, float | str]] = []
     for config in configs:
         try:
-            with tile_config(case, of_blocks, config):
+            with tile_config(case, form, config):
                 only = recorded(run, config[3] if len(config) > 3 else None)
             found.append((config, terabytes(only, count, device)))
         except Exception as error:  # too many registers or too much shared memory: the next one may fit
