@@ -96,6 +96,7 @@ class Recording:
         arguments: number of distinct tensors.
         forward, backward: which entries of the state are the forward's and the backward's.
         entries: op and role of all of them.
+        contiguous: for every tensor that is saved, whether it is contiguous.
     """
 
     outputs: int
@@ -106,6 +107,7 @@ class Recording:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     entries: tuple[tuple[int, str], ...] = ()
+    contiguous: tuple[bool, ...] = ()
 
     def facts(self, name: str) -> str:
         """Its numbers as a text without guards, after the ``name`` of its functions."""
@@ -284,11 +286,11 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
         functions["begin"], _ = write(recorder.begin, own)
     functions["forward"], made = write(recorder.forward, [*recorder.unique, *reads])
     observes = len(plan.observes)
+    saved = made[recorder.outputs + observes :]
     if observes and not eager:
         amaxes = made[recorder.outputs : recorder.outputs + observes]
         functions["fold"], _ = write(recorder.fold, [*histories, *amaxes])
     if plan.output_requires_grad:
-        saved = made[recorder.outputs + observes :]
         recorder.saved_count = len(saved)
         with recorder.mode:
             grads = [torch.empty(out.shape, dtype=out.dtype, device=out.device) for out in made[: recorder.outputs]]
@@ -304,6 +306,7 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
         forward=tuple(order.index(entry) for entry in recorder.forward_entries),
         backward=tuple(order.index(entry) for entry in recorder.backward_entries),
         entries=tuple(order),
+        contiguous=tuple(tensor.is_contiguous() for tensor in saved) if eager else (),
     )
 
 

@@ -50,6 +50,7 @@ class Program:
         outputs, observes: numbers of outputs and of amaxes.
         reads, writes: op and role of the state that the forward reads, and of the one that the backward writes.
         observers: op and role of the amaxes.
+        contiguous: for every tensor that is saved, whether it is contiguous.
     """
 
     def __init__(self, made: recording.Recording, observers: tuple[tuple[int, str], ...]) -> None:
@@ -59,6 +60,7 @@ class Program:
         self.reads = [made.entries[place] for place in made.forward]
         self.writes = [made.entries[place] for place in made.backward]
         self.observers = observers
+        self.contiguous = made.contiguous
 
 
 class ReplayFunction(torch.autograd.Function):
@@ -90,7 +92,11 @@ class ReplayFunction(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
             for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=False)
         ]
-        result = ctx.program.backward(*ctx.saved_tensors, *ctx.written, *own)
+        saved = [
+            tensor.contiguous() if contiguous else tensor  # hooks may have unpacked others
+            for tensor, contiguous in zip(ctx.saved_tensors, ctx.program.contiguous, strict=True)
+        ]
+        result = ctx.program.backward(*saved, *ctx.written, *own)
         return (None, None, None, *result)
 
 

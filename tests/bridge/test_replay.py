@@ -44,6 +44,11 @@ def block(bias=True):
     )
 
 
+def short():
+    """With few kernels, which the interpreter is slow at."""
+    return fte.chain(fte.MakeExtraOutput(), fte.RMSNorm(32), fte.Linear(32, 32), fte.AddExtraInput())
+
+
 class Programs:
     """How many calls ran by a program."""
 
@@ -150,9 +155,9 @@ def test_steps_have_the_bits_of_the_pipeline(compare, programs, name):
     "options",
     [
         {"needs_x": False},
-        {"frozen": ((2, "weight"), (2, "bias"))},
-        {"frozen": ((1, "weight"), (2, "weight"), (2, "bias"), (4, "weight"))},
-        {"needs_x": False, "frozen": ((1, "weight"), (2, "weight"), (2, "bias"), (4, "weight"))},
+        {"frozen": ((2, "weight"), (3, "bias"))},
+        {"frozen": ((1, "weight"), (2, "weight"), (3, "bias"))},
+        {"needs_x": False, "frozen": ((1, "weight"), (2, "weight"), (3, "bias"))},
         {"tokens": (3, 4)},
         {"tokens": (5,)},
         {"tokens": (1,)},
@@ -169,7 +174,7 @@ def test_steps_have_the_bits_of_the_pipeline(compare, programs, name):
     ],
 )  # fmt: skip
 def test_patterns_of_calls(compare, options):
-    assert compare(RECIPES["delayed"], count=3, **options) == 2
+    assert compare(RECIPES["delayed"], count=3, chain=short(), **options) == 2
 
 
 @settings(max_examples=6, deadline=None)
@@ -298,6 +303,26 @@ def test_saved_tensor_hooks_see_what_the_pipeline_saves(programs, monkeypatch):
     assert programs.calls == 2
     assert seen[0] == seen[1] == seen[2]
     assert len(seen[0]) > 3
+
+
+def test_saved_tensors_may_come_back_with_other_strides(programs, monkeypatch):
+    module = modules(monkeypatch)
+    monkeypatch.setattr(replay, "_CALLS", 1)
+
+    def unpack(tensor):
+        return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+    grads = []
+    for unpacked in (lambda tensor: tensor, unpack):
+        x = torch.linspace(-1, 1, 256).reshape(8, 32).to(BF16).requires_grad_()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked),
+            bridge.autocast(recipe=RECIPES["current"]),
+        ):
+            module(x).sum().backward()
+        grads.append([x.grad])
+    assert programs.calls == 2
+    assert_equal(*[[grad] for grad in grads])
 
 
 def test_second_derivatives_are_refused(programs, monkeypatch):
