@@ -15,6 +15,8 @@ from torch.utils import _python_dispatch, _pytree
 __all__ = [
     "assumed",
     "compiling",
+    "copy_all",
+    "dispatch_modes_active",
     "forward_ad_active",
     "functorch_active",
     "in_backward",
@@ -62,6 +64,14 @@ def forward_ad_active() -> bool:
     in silence, and no public function tells.
     """
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def dispatch_modes_active() -> bool:
+    """Whether a ``TorchDispatchMode`` of the caller's sees every operator (it counts, logs or replaces them).
+
+    Reason: such a mode must see the operators of the pipeline and nothing else, and no public function tells.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
@@ -121,6 +131,14 @@ def mark_static(tensor: torch.Tensor) -> None:
     ``mode="reduce-overhead"`` refuse to write to an input that may move.
     """
     torch._dynamo.mark_static_address(tensor)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy every source into its target, with few launches for many small tensors.
+
+    Reason: no public function does that.
+    """
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from bridge import compat, recording
 from bridge.call import distinct
 from functional_te._value import Table, uid_of, value_of
 from functional_te.chain import Chain
+from functional_te.fuser import default_fusions
 from functional_te.fuser.plan import find_plan
 
 __all__ = ["MISFIT", "fold", "forward_places", "run_program", "slots", "states"]
@@ -67,14 +68,15 @@ def _find(key: Any) -> str:
     Returns:
         What :class:`_Facts` reads; empty if the pipeline has to be traced.
     """
-    found = _found.get(key)
+    own = (key, default_fusions().uid)  # which may have become others since
+    found = _found.get(own)
     if found is None:
         try:
             found = _make(recording.Key(*key), f"program_{len(_found)}")
         except Exception as error:  # not remembered: another call may fare better
             _log.warning("a call is traced as it is: %s: %s", type(error).__name__, error)
             return ""
-        _found[key] = found
+        _found[own] = found
     return found
 
 

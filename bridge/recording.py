@@ -23,6 +23,7 @@ from bridge.library import NAMESPACE, ensure_registered
 from bridge.tape import Unwritable, record_tape
 from functional_te import pytree
 from functional_te._value import value_of
+from functional_te.api import bind_kwargs
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import Plan, find_plan, full_pattern
 from functional_te.pipeline import backward_pass, forward_pass
@@ -178,6 +179,7 @@ class _Recorder:
         """Raise what a call raises whose arguments do not fit."""
         x, params, extra_inputs = self._arguments(self.unique)
         check_call(self.plan, params, x, extra_inputs)
+        bind_kwargs(self.plan.chain, None)
         whole = self._state({key: own[1:] for key, own in self.entries.items()})
         check_state(self.plan, whole if self.plan.recipe is not None else None, x.device)
 
@@ -318,6 +320,15 @@ def _record(key: Key) -> Recording:
         return _write(recorder, recorder.trace, eager=False)
 
 
+def _foreign(plan: Plan) -> list[str]:
+    """The user's own classes among the ops, fusions and quantizers of a plan."""
+    steps: list[Any] = [*plan.forward, *plan.backward]
+    quantizers = [quantizer for step in steps for own in step.quantizers for _, quantizer in own]
+    used: list[Any] = [*plan.chain.ops, *(step.op for step in steps), *quantizers]
+    used.extend(quantizer.of(columnwise) for quantizer in quantizers for columnwise in (False, True))
+    return [type(own).__name__ for own in used if not type(own).__module__.startswith("functional_te.")]
+
+
 def record_tapes(key: Key) -> Recording:
     """Record an eager call, down to its launches; see :mod:`bridge.replay`. All sizes of the key are definite.
 
@@ -325,12 +336,15 @@ def record_tapes(key: Key) -> Recording:
         Unsupported: the call cannot be written down.
     """
     plan = plan_of(key)
-    foreign = [type(op).__name__ for op in plan.chain.ops if not type(op).__module__.startswith("functional_te.")]
+    foreign = _foreign(plan)
     if foreign:
-        raise Unsupported(f"{foreign[0]} is no op of the library")
+        raise Unsupported(f"{foreign[0]} is not of the library")
+    if any(getattr(op, name, None) is not None for op in plan.chain.ops for name in ("group", "tensor_parallel")):
+        raise Unsupported("it runs over a process group, whose ranks may be others at the next call")
     recorder = _Recorder(key, plan, None)
     try:
-        with torch.no_grad():
+        # not while another thread records what a compiler traces, for which the whole process says that it compiles
+        with _one_at_a_time, torch.no_grad():
             return _write(recorder, functools.partial(record_tape, recorder.mode), eager=True)
     except Unwritable as error:
         raise Unsupported(str(error)) from error

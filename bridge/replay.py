@@ -6,14 +6,16 @@ recipe, runs two straight-line functions instead (:mod:`bridge.tape`): one that 
 launches its kernels, one for the backward. They launch the same kernels with the same numbers, so the bits are the
 same.
 
-What a tape cannot repeat runs the pipeline: forward kwargs, quantized arguments, ops and kernels of the user's,
-arguments that are not contiguous, profiles (whose labels are the pipeline's), and calls of a kind that is rare.
+What a tape cannot repeat runs the pipeline: forward kwargs, quantized arguments, ops, fusions, quantizers and kernels
+of the user's, arguments that are not contiguous, profiles (whose labels are the pipeline's), modes that see every
+operator, and calls of a kind that is rare.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,23 +24,28 @@ from bridge import compat, recording
 from bridge.call import distinct
 from bridge.checkpointing import closed
 from functional_te._value import uid_of
+from functional_te.fuser import Fusions, default_fusions
 from functional_te.kernels import kernels
 from functional_te.labels import profiling
 from functional_te.quantization.state import DelayedScalingState
+from functional_te.recipes import Recipe
 
 __all__ = ["replayed"]
 
 _log = logging.getLogger("functional_te")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DEVICES = {"cuda"}
+_RECIPES, _FUSIONS, _MAPS = (Recipe, type(None)), (Fusions, type(None)), (dict, Mapping)
 # Calls of a kind before it is recorded, which takes as long as a hundred calls.
 _CALLS = 3
-# Kinds that are remembered; who has more starts over.
+# Kinds that are remembered. Who has more starts over, and records half as readily, or recordings would take the time.
 _MOST = 1024
 
 _lock = threading.Lock()
 # By kind: how many calls there were, a program, or None for a kind that cannot be recorded.
 _known: dict[Any, Any] = {}
+# how often that was full
+_starts = 0
 
 
 class Program:
@@ -50,6 +57,7 @@ class Program:
         outputs, observes: numbers of outputs and of amaxes.
         reads, writes: op and role of the state that the forward reads, and of the one that the backward writes.
         observers: op and role of the amaxes.
+        entries: op and role of all of the state.
         contiguous: for every tensor that is saved, whether it is contiguous.
     """
 
@@ -60,6 +68,7 @@ class Program:
         self.reads = [made.entries[place] for place in made.forward]
         self.writes = [made.entries[place] for place in made.backward]
         self.observers = observers
+        self.entries = list(made.entries)
         self.contiguous = made.contiguous
 
 
@@ -96,26 +105,40 @@ class ReplayFunction(torch.autograd.Function):
             tensor.contiguous() if contiguous else tensor  # hooks may have unpacked others
             for tensor, contiguous in zip(ctx.saved_tensors, ctx.program.contiguous, strict=True)
         ]
-        result = ctx.program.backward(*saved, *ctx.written, *own)
+        device = ctx.like[0][2].type
+        if torch.is_autocast_enabled(device):  # operators have the dtypes that were recorded
+            with torch.autocast(device, enabled=False):
+                result = ctx.program.backward(*saved, *ctx.written, *own)
+        else:
+            result = ctx.program.backward(*saved, *ctx.written, *own)
         return (None, None, None, *result)
 
 
 def _kind(tensor: Any) -> Any:
     """What a program depends on of a tensor; None for what it cannot take."""
-    if type(tensor) not in _PLAIN or tensor.device.type not in _DEVICES or not tensor.is_contiguous():
+    if type(tensor) not in _PLAIN or tensor.device.type not in _DEVICES:
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _entries(state: Any) -> list[torch.Tensor] | None:
-    """Scale and amax history of every entry of a state; None for a state that a program cannot take."""
+def _entries(state: Any, count: int) -> tuple[list[tuple[int, str]], list[torch.Tensor]] | None:
+    """Op and role, and scale and amax history, of every entry of the state of ``count`` ops.
+
+    None for a state that a program cannot take.
+    """
+    places: list[tuple[int, str]] = []
     found: list[torch.Tensor] = []
-    for own in state or ():
-        for entry in own.values():
+    if state is not None and len(state) != count:
+        return None
+    for index, own in enumerate(state or ()):
+        for role, entry in own.items():
             if type(entry) is not DelayedScalingState:
                 return None
+            places.append((index, role))
             found.extend((entry.scale, entry.amax_history))
-    return found
+    return places, found
 
 
 def _plain_eager() -> bool:
@@ -124,6 +147,7 @@ def _plain_eager() -> bool:
         torch.compiler.is_compiling()
         or profiling()
         or closed.depth
+        or compat.dispatch_modes_active()
         or compat.functorch_active()
         or compat.forward_ad_active()
     )
@@ -143,24 +167,35 @@ def replayed(
     """
     if type(x) not in _PLAIN or x.device.type not in _DEVICES or not _plain_eager():
         return None
+    fusions, backend, compute_dtype = way
+    if not (isinstance(recipe, _RECIPES) and isinstance(fusions, _FUSIONS) and isinstance(backend, str)):
+        return None  # the pipeline translates it or refuses it
     try:
         leaves = [x, *[own[name] for op, own in zip(block.ops, params, strict=True) for name in op.param_names]]
-        entries = _entries(state)
+        known_state = _entries(state, len(block))
+        misfit = known_state is None or sum([len(own) for own in params if isinstance(own, _MAPS)]) != len(leaves) - 1
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # the pipeline says what does not fit
+    if known_state is None or misfit:
+        return None  # as there are entries or parameters too many
+    held, entries = known_state
     leaves.extend(extra_inputs)
     kinds = tuple([_kind(leaf) for leaf in leaves])
-    if entries is None or None in kinds or len({id(entry) for entry in entries}) < len(entries):
+    if None in kinds or len({id(entry) for entry in entries}) < len(entries):
         return None  # launches that write to one tensor twice at once
     own_kinds = tuple([_kind(tensor) for tensor in entries])
     unique, places = distinct(leaves)
-    fusions, backend, compute_dtype = way
     graded = torch.is_grad_enabled()
-    key = (block.uid, uid_of(recipe), uid_of(fusions), backend, compute_dtype, graded, places, kinds, own_kinds)
+    rules = default_fusions() if fusions is None else fusions
+    key = (block.uid, uid_of(recipe), rules.uid, backend, compute_dtype, graded, places, kinds, own_kinds)
     program = _known.get(key, 0)
     if type(program) is int:
         program = _counted(key, program, recipe)
-    if program is None or (x.device.type == "cuda" and x.device.index != torch.cuda.current_device()):
+    if (
+        program is None
+        or program.entries != held
+        or (x.device.type == "cuda" and x.device.index != torch.cuda.current_device())
+    ):
         return None
     reads = [state[index][role].scale for index, role in program.reads]
     if program.backward is None:
@@ -178,12 +213,17 @@ def replayed(
 
 def _counted(key: Any, calls: int, recipe: Any) -> Program | None:
     """The program of a kind that was called ``calls`` times before; None if it was not often enough."""
-    if calls + 1 < _CALLS:
-        if len(_known) >= _MOST:
-            _known.clear()
+    global _starts  # noqa: PLW0603 - counts
+    if calls == 0 and len(_known) >= _MOST:
+        _known.clear()
+        _starts += 1
+    if calls + 1 < _CALLS << min(_starts, 16):
         _known[key] = calls + 1
         return None
     with _lock:
+        known = _known.get(key, 0)
+        if type(known) is not int:
+            return known  # another thread was first
         try:
             program = _made(key)
         except Exception as error:

@@ -139,7 +139,8 @@ class _Source:
         """One fill for all zeros that kernels fold into."""
         if not steps:
             return
-        self.add(f"zeros({_APART * len(steps)}, device={self.constant(steps[0].made.device)})", "slots")
+        kind = f"dtype={self.constant(torch.float32)}, device={self.constant(steps[0].made.device)}"
+        self.add(f"zeros({_APART * len(steps)}, {kind})", "slots")
         for index, step in enumerate(steps):
             self.used.append("slots")
             self.add(f"slots.as_strided((1,), (1,), {_APART * index})", self.name(step.made))

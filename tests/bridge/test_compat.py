@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from bridge import compat
 
@@ -165,6 +166,12 @@ def test_is_torch_pytree__of_builtin_containers() -> None:
     assert not compat.is_torch_pytree(int)
 
 
+def test_copy_all__writes_through_views() -> None:
+    whole = [torch.zeros(3), torch.zeros(2)]
+    compat.copy_all([own[:1] for own in whole], [torch.ones(1), torch.full((1,), 2.0)])
+    assert [own.tolist() for own in whole] == [[1, 0, 0], [2, 0]]
+
+
 def test_local_tensor__is_the_same_object_every_time() -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -302,6 +309,15 @@ def test_forward_ad_active__inside_a_level_and_a_transform():
     torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
     torch.func.grad(lambda x: function(x).sum())(torch.ones(1))
     assert seen == [False, True, True, False]
+
+
+def test_dispatch_modes_active__inside_one_of_the_callers():
+    seen = [compat.dispatch_modes_active()]
+    with FlopCounterMode(display=False):
+        seen.append(compat.dispatch_modes_active())
+    with torch.device("cpu"), torch.no_grad():
+        seen.append(compat.dispatch_modes_active())
+    assert seen == [False, True, False]
 
 
 def test_real_tensors__while_a_program_is_exported():
