@@ -344,6 +344,15 @@ def _foreach_copy_(func: Any, args: Any, kwargs: Any) -> None:
         target.copy_(source)
 
 
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """The weight itself if it is asked for as it is (sharding libraries do), else a view of values."""
+    weight, size, stride, *offset = args
+    offset = kwargs.get("storage_offset", offset[0] if offset else None)
+    if tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset:
+        return _each(weight, torch.Tensor.detach)
+    return _on_values(func, args, kwargs)
+
+
 def _record_stream(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in _inner(args[0]).values():
         func(tensor, *args[1:], **kwargs)
@@ -353,6 +362,7 @@ _aten = torch.ops.aten
 _SPECIAL = {
     _aten.detach.default: _alias,
     _aten.alias.default: _alias,
+    _aten.as_strided.default: _as_strided,
     _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.empty_like.default: _like,

@@ -7,6 +7,9 @@ quantizers when the context ends and the backward's when the backward ends, both
 closed while a backward runs (activation checkpointing enters contexts again) or inside of a ``torch.func`` transform,
 which may write to nothing. Without grad mode nothing is observed.
 
+Where ranks agree on amaxes (:func:`bridge.distributed.agree_amaxes`) they do so when a step is closed. Then a context
+that is entered without grad mode closes nothing: ranks evaluate as they like.
+
 A context that is entered inside a compiled function cannot see the modules of the next step. There each module closes
 its forward quantizers when it first runs in the context, and each backward closes its gradient quantizers.
 """
@@ -28,6 +31,8 @@ from functional_te.recipes import DelayedScaling, Recipe, as_recipe
 
 __all__ = [
     "active_recipe",
+    "add_agreement",
+    "agreements",
     "autocast",
     "close_in_graph",
     "closed_steps",
@@ -36,6 +41,8 @@ __all__ = [
     "in_context",
     "reads_weight_casts",
     "register_holder",
+    "remove_agreement",
+    "shared_modules",
     "steps_to_close",
 ]
 
@@ -63,11 +70,34 @@ class _Active:
 
 _active = _Active()
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
+# what ranks share, in the order in which they said so
+_agreements: list[Any] = []
 
 
 def register_holder(module: Any) -> None:
     """Register a module that has quantizers, so that its steps can be closed."""
     _holders.add(module)
+
+
+def add_agreement(agreement: Any) -> None:
+    """Have ``agreement.agree(recipe)`` called whenever a training step of its ``modules`` is closed."""
+    _agreements.append(agreement)
+
+
+def remove_agreement(agreement: Any) -> None:
+    """Undo :func:`add_agreement`; nothing if it is undone already."""
+    if agreement in _agreements:
+        _agreements.remove(agreement)
+
+
+def agreements() -> tuple[Any, ...]:
+    """Those that hold, in the order in which they were made."""
+    return tuple(_agreements)
+
+
+def shared_modules() -> set[Any]:
+    """The modules on whose amaxes ranks agree."""
+    return {module for own in _agreements for module in own.modules}
 
 
 def default_recipe() -> Recipe:
@@ -103,7 +133,8 @@ class autocast:
         enabled: False runs high precision inside.
         calibrating: accepted for compatibility; no op uses it.
         recipe: a recipe, also one of Transformer Engine; None means :func:`default_recipe`.
-        amax_reduction_group: must be None; amaxes are not yet agreed between ranks.
+        amax_reduction_group: None, or a process group for which :func:`bridge.distributed.agree_amaxes` was called: on
+            entry nobody knows what will run inside, and all ranks have to send the same.
         cache_weights: keep the casts of the weights of modules that run inside, and cast them again on entry of the
             outermost context if they have changed: with gradient accumulation each weight is cast once per optimizer
             step. Costs the memory of the casts. Weights may not be written to between entry and a compiled forward,
@@ -113,8 +144,9 @@ class autocast:
 
     Raises:
         TypeError: ``recipe`` is no recipe, or ``enabled`` no bool.
-        NotImplementedError: an ``amax_reduction_group`` is given.
-        RuntimeError: the object is entered while it is open.
+        NotImplementedError: an ``amax_reduction_group`` without such a call.
+        RuntimeError: the object is entered while it is open; or inside of a compiled function or a CUDA graph that is
+            captured, while ranks agree on amaxes.
     """
 
     def __init__(
@@ -135,8 +167,11 @@ class autocast:
             raise type_error("autocast", "enabled", "a bool", repr(enabled), "Pass a recipe as recipe=.")
         if recipe is not None and not isinstance(recipe, Recipe):
             recipe = as_recipe(recipe)
-        if amax_reduction_group is not None:
-            raise NotImplementedError("autocast: amax_reduction_group: amaxes are not yet agreed between ranks.")
+        if amax_reduction_group is not None and not any(own.reduces(amax_reduction_group) for own in _agreements):
+            raise NotImplementedError(
+                "autocast: amax_reduction_group: nothing is known of its ranks. First say which modules they share: "
+                "bridge.distributed.agree_amaxes(model, group)."
+            )
         self.recipe = (default_recipe() if recipe is None else recipe) if enabled else None
         self._outer: tuple[Recipe | None, list[Any] | None] | None = None
 
@@ -146,8 +181,10 @@ class autocast:
         outer = (_active.recipe, _active.closed)
         if _active.depth == 0:
             if torch.compiler.is_compiling():
+                _refuse_agreements("inside of a compiled function")
                 _active.closed = []
             elif torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                _refuse_agreements("while a CUDA graph is captured")
                 _active.captured = []
             elif not compat.in_backward() and not compat.functorch_active():
                 _close_step(self.recipe)
@@ -172,12 +209,33 @@ class autocast:
         self._outer = None
 
 
+def _refuse_agreements(when: str) -> None:
+    if len(_agreements) > 0:
+        raise RuntimeError(f"autocast: ranks agree on amaxes by one message per step; enter the context not {when}.")
+
+
+def _agree(recipe: Recipe | None) -> set[Any]:
+    """Have ranks agree on amaxes if a training step begins.
+
+    Returns:
+        Modules whose step is not to be closed: all that others share, if none begins.
+    """
+    if not torch.is_grad_enabled():
+        return shared_modules()
+    for own in _agreements:
+        own.agree(recipe)
+    return set()
+
+
 def _close_step(recipe: Recipe | None) -> None:
     """Close the step of every module that observed something, and give modules without state fresh state."""
-    together: dict[torch.device, list[_Pending]] = {}
-    others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
     for module in _holders:
         module.prepare_state(recipe)
+    waiting = _agree(recipe) if _agreements else set()
+    closing = [module for module in _holders if module not in waiting]
+    together: dict[torch.device, list[_Pending]] = {}
+    others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
+    for module in closing:
         for role, quantizer, state in module.named_states():
             entry, device = (module, role, quantizer, state), state.read.device
             if has_closing_kernel(quantizer, device):
@@ -192,8 +250,8 @@ def _close_step(recipe: Recipe | None) -> None:
             _keep_scales(own, close_states_([(quantizer, state, None) for _, _, quantizer, state in own], keeps=True))
         for (quantizer, _), own in others.items():
             _keep_scales(own, _update_together(quantizer, [state for *_, state in own]))
-    for module in _holders:
-        module.observed = False
+    for module in closing:
+        vars(module)["observed"] = False  # past torch.nn.Module, which looks for it among parameters first
 
 
 # module, role, quantizer, state

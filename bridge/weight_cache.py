@@ -118,7 +118,7 @@ def refresh_weights(module: BasicOperation, recipe: Recipe | None) -> None:
     for name, quantizer in weight_quantizers(module, recipe, device).items():
         parameter = getattr(module, name)
         known = module.weight_casts.get(name)
-        if isinstance(parameter, QuantizedWeight) or parameter.device.type == "meta":
+        if isinstance(parameter, (QuantizedWeight, CachedWeight)) or parameter.device.type == "meta":
             continue
         if known is not None and known.quantizer is quantizer and known.is_of(parameter):
             casts[name] = known

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functional_te._errors import type_error, value_error
+from functional_te.agreement import agree_amaxes
 from functional_te.chain import Chain, as_chain, where
 from functional_te.check import ShapeResult, check_call, check_state, infer
 from functional_te.fuser.plan import plan as make_plan
@@ -170,14 +171,23 @@ def quantize_params(
     return QuantizedParams(in_containers_of(block, given, tuple(cast)), fold_amaxes(state, amaxes))
 
 
-def update_state(block: Block, recipe: Recipe | None, state: State) -> State:
+def update_state(block: Block, recipe: Recipe | None, state: State, *, group: str = "", size: int = 1) -> State:
     """Close a training step: every quantizer that observed something gets its next scale and a rolled history.
 
     Call it once per optimizer step, before the next forward. Under gradient accumulation it may be called once per
     step or once per microbatch; observations in between are combined by their maximum.
+
+    Args:
+        block: a chain or an op.
+        recipe: the recipe, or None.
+        state: the state after the backward.
+        group: registry name of a process group whose ranks agree on the amaxes before the step is closed, so that they
+            have the same scales; see :func:`functional_te.agree_amaxes`. An empty string is the default group.
+        size: how many ranks it has. With one nothing is sent.
     """
     plan = make_plan(as_chain(block), recipe=recipe)
     check_state(plan, state)
+    state = agree_amaxes(state, group, size)
     return tuple(
         {role: update_scale(quantizer, state[index][role]) for role, quantizer in own}
         for index, own in enumerate(plan.state_roles)

@@ -48,6 +48,7 @@ def infer(
     device = _device(x)
     produced: dict[tuple[int, int], Any] = {}
     flow: Any = _logical(_spec(x, "input", where(block.ops, 0)))
+    no_grads: dict[tuple[int, int], OpRequiresGrad] = {}
     for index, op in enumerate(block.ops):
         here = where(block.ops, index)
         own = {name: _spec(params[index][name], name, here, device) for name in op.param_names}
@@ -66,7 +67,10 @@ def infer(
             _check_features(flow, multiples[index], here)
         if not op.describes_output:
             return ShapeResult(flow, tuple(produced.get(place, flow) for place in block.extra_outputs))
-        result = _evaluate(op, flow, own, tuple(extras), compute_dtype)
+        count = len(own), len(extras)
+        if count not in no_grads:
+            no_grads[count] = OpRequiresGrad(False, False, (False,) * count[0], (False,) * count[1])
+        result = _evaluate(op, flow, own, tuple(extras), no_grads[count], compute_dtype)
         for slot, spec in enumerate(result.extra_outputs):
             produced[index, slot] = spec
         flow = flow if result.output is None else _logical(result.output)
@@ -79,13 +83,18 @@ def _check_features(x: Any, multiple: int, here: str) -> None:
         raise value_error(here, "input", wanted, f"shape {tuple(x.shape)}")
 
 
-def _evaluate(op: Any, x: Any, params: Any, extras: tuple[Any, ...], compute_dtype: torch.dtype | None) -> FwdResult:
+def _evaluate(
+    op: Any,
+    x: Any,
+    params: Any,
+    extras: tuple[Any, ...],
+    requires_grad: OpRequiresGrad,
+    compute_dtype: torch.dtype | None,
+) -> FwdResult:
     provided = {
         "params": params,
         "state": {},
-        "requires_grad": OpRequiresGrad(
-            any=False, input=False, params=(False,) * len(op.param_names), extra_inputs=(False,) * len(extras)
-        ),
+        "requires_grad": requires_grad,
         "compute_dtype": compute_dtype,
         "extra_inputs": extras,
     }

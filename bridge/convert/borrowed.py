@@ -10,13 +10,44 @@ import torch
 
 import functional_te as fte
 from bridge.ops.operation import BasicOperation, resolve_device
+from bridge.packed_weight import packed
+from bridge.quantized_weight import QuantizedWeight
+from functional_te.kernels import collectives
 from functional_te.ops import Op
 from functional_te.recipes import Recipe
 
-__all__ = ["Borrowed", "PackedBias", "PackedWeight", "Slice", "TransposedWeight"]
+__all__ = ["Borrowed", "PackedBias", "PackedWeight", "Slice", "TransposedWeight", "local", "read_local_parts"]
+
+# DTensor, once something shards parameters: importing it takes a second
+_sharded: tuple[type[Any], ...] = ()
+
+
+def read_local_parts(kind: type[Any]) -> None:
+    """From now on, read this rank's part of parameters of this class."""
+    global _sharded  # noqa: PLW0603  a tuple that traced code can look at
+    _sharded = (kind,)
+
+
+def local(value: Any) -> Any:
+    """This rank's part of a tensor that is sharded over ranks (a ``DTensor``); other tensors as they are."""
+    return value.to_local() if isinstance(value, _sharded) else value
+
 
 # seeds of the keys of stochastic rounding; conversion draws no random numbers
 _seeds = itertools.count(1)
+
+
+class _SummedGradient(torch.autograd.Function):
+    """A parameter that all ranks have; each rank's gradient is a part of the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: str, size: int) -> torch.Tensor:
+        ctx.group = (group, size)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return collectives.all_reduce(grads[0], *ctx.group), None, None
 
 
 class Borrowed(BasicOperation):
@@ -28,7 +59,10 @@ class Borrowed(BasicOperation):
 
     Attributes:
         covered: whether another operation runs in its place when a recipe is active, so that it needs no state.
+        gradient_group: name and size of the process group whose ranks each have a part of the gradient, or None.
     """
+
+    gradient_group: tuple[str, int] | None = None
 
     def __init__(self, op: Op, *sources: torch.nn.Module) -> None:
         super().__init__(op)
@@ -45,13 +79,17 @@ class Borrowed(BasicOperation):
     @property
     def weight(self) -> Any:
         """The parameter of that name."""
-        return self.sources[0].weight
+        return self._read(self.sources[0].weight)
 
     @property
     def bias(self) -> Any:
         """The parameter of that name; zeros where a layer norm has none."""
         source = self.sources[0]
-        return torch.zeros_like(source.weight, requires_grad=False) if source.bias is None else source.bias
+        return torch.zeros_like(source.weight, requires_grad=False) if source.bias is None else self._read(source.bias)
+
+    def _read(self, value: Any) -> Any:
+        value = local(value)
+        return value if self.gradient_group is None else _SummedGradient.apply(value, *self.gradient_group)
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """Those of the modules it reads from."""
@@ -124,7 +162,10 @@ class PackedWeight(Borrowed):
     @property
     def weight(self) -> Any:
         """The weights one above the other."""
-        return torch.cat([source.weight for source in self.sources])
+        weights = [source.weight for source in self.sources]
+        if isinstance(weights[0], QuantizedWeight):
+            return packed(weights)
+        return torch.cat([local(weight) for weight in weights])
 
 
 class PackedBias(Borrowed):
@@ -136,4 +177,4 @@ class PackedBias(Borrowed):
     @property
     def bias(self) -> Any:
         """The biases one after the other."""
-        return torch.cat([source.bias for source in self.sources])
+        return torch.cat([local(source.bias) for source in self.sources])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ class BoundChain:
 
     def __init__(self, *ops: BasicOperation) -> None:
         self.ops = ops
-        self._group = Group(list(ops))
+        for op in ops:
+            op._owners.append(weakref.ref(self))
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Also when an operation becomes another one, as when it is sharded."""
+        self._group = Group(list(self.ops))
 
     def __call__(self, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Any:
         """The output, or a tuple of it and the extra outputs."""
@@ -35,8 +42,7 @@ class BoundChain:
         return {"ops": self.ops}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.ops = state["ops"]
-        self._group = Group(list(self.ops))
+        BoundChain.__init__(self, *state["ops"])
 
 
 def fork(channel: str | None = "residual") -> BasicOperation:

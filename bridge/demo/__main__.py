@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from bridge.demo.checkpoint import Progress, checkpoint_path
 from bridge.demo.data import Corpus, load_corpus
+from bridge.demo.ranks import Ranks, join, leave
 from bridge.demo.settings import DEFAULT_RECIPES, RECIPES, DemoError, Settings
 
 __all__ = ["main"]
@@ -103,7 +104,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     return settings, known
 
 
-def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[str], Corpus]:
+def _prepare(arguments: argparse.Namespace, ranks: Ranks) -> tuple[Settings, list[str], Corpus]:
     """Check everything there is to check, and set the output folder up."""
     if not math.isfinite(arguments.gap_limit) or arguments.gap_limit < 0:
         raise DemoError(f"--gap-limit: expected a percentage of at least 0, got {arguments.gap_limit}")
@@ -113,6 +114,16 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[str], Corpus
     corpus = load_corpus(settings)
     if known and known.get("digest") != corpus.digest:
         raise DemoError("--resume: the text has changed since the run was started")
+    if settings.batch % ranks.size:
+        raise DemoError(f"--batch: expected a multiple of the {ranks.size} processes, got {settings.batch}")
+    ranks.check_same(settings=settings, recipes=names, text=corpus.digest, resume=arguments.resume)
+    if ranks.is_first:
+        _set_up(arguments, settings, names, corpus)
+    ranks.wait()
+    return settings, names, corpus
+
+
+def _set_up(arguments: argparse.Namespace, settings: Settings, names: list[str], corpus: Corpus) -> None:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         if not arguments.resume:
@@ -121,10 +132,11 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[str], Corpus
         settings.save(arguments.out / _SETTINGS_FILE, recipes=names, digest=corpus.digest)
     except OSError as error:
         raise DemoError(f"--out: cannot write to {arguments.out}: {error.strerror}") from error
-    return settings, names, corpus
 
 
-def _train(arguments: argparse.Namespace, settings: Settings, names: list[str], corpus: Corpus) -> list[Progress]:
+def _train(
+    arguments: argparse.Namespace, settings: Settings, names: list[str], corpus: Corpus, ranks: Ranks
+) -> list[Progress]:
     """All runs; fewer, the last of them unfinished, after Ctrl-C."""
     from bridge.demo.train import Interrupts, deterministic, run
 
@@ -132,7 +144,7 @@ def _train(arguments: argparse.Namespace, settings: Settings, names: list[str], 
     with Interrupts() as interrupts, deterministic(settings.device):
         for name in names:
             try:
-                runs.append(run(settings, name, corpus, arguments.out, arguments.resume, interrupts))
+                runs.append(run(settings, name, corpus, arguments.out, arguments.resume, interrupts, ranks))
             except KeyboardInterrupt:
                 interrupts.requested = True
             except Exception:
@@ -165,10 +177,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 if an FP8 run is out of the limit, 2 for bad use, 130 if interrupted.
     """
     started = time.perf_counter()
+    ranks = Ranks()
     try:
         arguments = _parser().parse_args(argv)
-        settings, names, corpus = _prepare(arguments)
-        runs = _train(arguments, settings, names, corpus)
+        ranks = join(arguments.device or Settings().device)
+        settings, names, corpus = _prepare(arguments, ranks)
+        runs = _train(arguments, settings, names, corpus, ranks)
+        if not ranks.is_first:
+            return 0
         if len(runs) < len(names) or not all(run.finished for run in runs):
             print(f'\ninterrupted; continue with: make demo ARGS="--resume --out {arguments.out}"')
             return _INTERRUPTED
@@ -181,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is not installed; pip install 'functional_te[demo]'", file=sys.stderr)
         return _BAD_USE
+    finally:
+        leave(ranks)
     print(f"Wall time: {time.perf_counter() - started:.0f} s")
     return status
 

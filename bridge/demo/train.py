@@ -21,7 +21,9 @@ import bridge
 from bridge.demo.checkpoint import Progress, checkpoint_path, read_checkpoint, write_checkpoint
 from bridge.demo.data import Corpus
 from bridge.demo.model import LanguageModel, held_out_loss, train_loss
+from bridge.demo.ranks import ALONE, Ranks
 from bridge.demo.settings import RECIPES, Settings
+from functional_te.recipes import DelayedScaling
 
 __all__ = ["Interrupts", "Trainer", "deterministic", "run", "saved_for_backward"]
 
@@ -117,6 +119,17 @@ def _autocast(recipe: str) -> Any:
     return bridge.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe])
 
 
+class _TrainLoss(torch.nn.Module):
+    """The training loss as a module of its model, as DistributedDataParallel wants it."""
+
+    def __init__(self, model: LanguageModel, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, windows: torch.Tensor) -> torch.Tensor:
+        return self.function(self.model, windows)
+
+
 class Trainer:
     """One run: model, optimizer, data order and what has been recorded.
 
@@ -124,20 +137,23 @@ class Trainer:
         settings: the settings.
         recipe: name of the recipe.
         corpus: the text.
+        ranks: the processes that train together.
     """
 
-    def __init__(self, settings: Settings, recipe: str, corpus: Corpus) -> None:
+    def __init__(self, settings: Settings, recipe: str, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         torch.compiler.reset()
-        self.settings, self.recipe, self.corpus = settings, recipe, corpus
+        self.settings, self.recipe, self.corpus, self.ranks = settings, recipe, corpus, ranks
         self.progress = Progress(recipe)
         torch.manual_seed(settings.seed)
         self.model = LanguageModel(settings)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
         self.order = torch.Generator().manual_seed(settings.seed)
+        self.agreement = ranks.agree(self.model) if isinstance(RECIPES[recipe], DelayedScaling) else None
         self._compile()
 
     def _compile(self) -> None:
-        self._train_loss = _Compiled(train_loss, self.settings.backend, self.progress)
+        compiled = _Compiled(train_loss, self.settings.backend, self.progress)
+        self._train_loss = self.ranks.wrap(_TrainLoss(self.model, compiled))
         self._held_out_loss = _Compiled(held_out_loss, self.settings.backend, self.progress)
 
     def _rate(self, step: int) -> float:
@@ -152,12 +168,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(len(self.progress.losses))
         with _autocast(self.recipe):
-            loss = self._train_loss(self.model, windows)
+            loss = self._train_loss(self.ranks.rows(windows))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        value = loss.item()
+        value = self.ranks.mean(loss)
         self.progress.losses.append(value)
         self.progress.seconds.append(time.perf_counter() - started)
         return value
@@ -173,7 +189,9 @@ class Trainer:
         return value
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint: all that :meth:`restore` needs to continue bit for bit."""
+        """Write a checkpoint: all that :meth:`restore` needs to continue bit for bit. The first process does."""
+        if not self.ranks.is_first:
+            return
         tensors = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -193,8 +211,16 @@ class Trainer:
         self._compile()
 
 
-def run(settings: Settings, recipe: str, corpus: Corpus, out: Path, resume: bool, interrupts: Interrupts) -> Progress:
-    """Train with one recipe, or continue where its checkpoint stands.
+def run(
+    settings: Settings,
+    recipe: str,
+    corpus: Corpus,
+    out: Path,
+    resume: bool,
+    interrupts: Interrupts,
+    ranks: Ranks = ALONE,
+) -> Progress:
+    """Train with one recipe, or continue where its checkpoint stands. On several processes all of them call it.
 
     Returns:
         The progress; ``finished`` is False if the user asked to stop. In that case a checkpoint has been written.
@@ -208,7 +234,8 @@ def run(settings: Settings, recipe: str, corpus: Corpus, out: Path, resume: bool
     if found is not None and found[0].finished:
         return found[0]
     saved_bytes = found[0].saved_bytes if found else saved_for_backward(settings, recipe, corpus)
-    trainer = Trainer(settings, recipe, corpus)
+    ranks.wait()  # all have read
+    trainer = Trainer(settings, recipe, corpus, ranks)
     if found is not None:
         trainer.restore(*found)
     else:
@@ -218,6 +245,8 @@ def run(settings: Settings, recipe: str, corpus: Corpus, out: Path, resume: bool
         _loop(trainer, path, interrupts)
     finally:
         interrupts.at_once = True
+        if trainer.agreement is not None:
+            trainer.agreement.remove()
     return trainer.progress
 
 
@@ -231,11 +260,13 @@ def _loop(trainer: Trainer, path: Path, interrupts: Interrupts) -> None:
         desc=f"{progress.recipe:8}",
         unit="step",
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        disable=not trainer.ranks.is_first,
     ) as bar:
         bar.set_postfix_str("compiling")
         while len(progress.losses) < settings.steps:
             loss = trainer.step()
             interrupts.at_once = False
+            interrupts.requested = trainer.ranks.any(interrupts.requested)
             done = len(progress.losses)
             if done % every == 0 or done == settings.steps:
                 held_out = trainer.evaluate()

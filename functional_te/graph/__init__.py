@@ -14,12 +14,21 @@ if TYPE_CHECKING:
     from functional_te.fuser.rule import Fusions
     from functional_te.graph.devices import DEVICES, Device
     from functional_te.graph.diff import GraphDiff
+    from functional_te.graph.scale import LINKS, Link, Scaled
     from functional_te.graph.value import Graph
     from functional_te.quantization.recipes import Recipe
 
-__all__ = ["DEVICES", "Device", "Graph", "GraphDiff", "graph"]
+__all__ = ["DEVICES", "LINKS", "Device", "Graph", "GraphDiff", "Link", "Scaled", "graph"]
 
-_HOMES = {"DEVICES": "devices", "Device": "devices", "Graph": "value", "GraphDiff": "diff"}
+_HOMES = {
+    "DEVICES": "devices",
+    "Device": "devices",
+    "Graph": "value",
+    "GraphDiff": "diff",
+    "LINKS": "scale",
+    "Link": "scale",
+    "Scaled": "scale",
+}
 
 
 def __getattr__(name: str) -> Any:

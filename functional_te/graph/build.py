@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import torch
+
 from functional_te.chain import Chain
 from functional_te.fuser.plan import Plan
 from functional_te.fuser.rule import Fusions
@@ -15,7 +17,7 @@ from functional_te.graph.costs import kernels_of, work_of
 from functional_te.graph.devices import Device
 from functional_te.graph.tensors import format_of, tensor_of
 from functional_te.graph.trace import Launch, Trace, described_by_fakes
-from functional_te.graph.value import Cast, Edge, ExtraInput, ExtraOutput, Graph, Kernel, OpNode, Saved, Step, Tensor
+from functional_te.graph.value import Cast, Edge, ExtraInput, ExtraOutput, Graph, OpNode, Saved, Step, Tensor
 from functional_te.kernels import kernels
 from functional_te.pytree import structure
 from functional_te.quantization.quantizers import Quantizer
@@ -213,8 +215,10 @@ class _Owners:
         return tuple(self._saved(name, value) for name, value in found)
 
     def _saved(self, name: str, value: Any) -> Saved:
-        parts = {_owner(leaf): leaf for leaf in leaves(value)}
-        new = {owner: leaf for owner, leaf in parts.items() if owner not in self.kept | self.params}
+        own = [value] if isinstance(value, torch.Tensor) else leaves(value)
+        parts = {_owner(leaf): leaf for leaf in own}
+        held = self.kept, self.params
+        new = {owner: leaf for owner, leaf in parts.items() if not any(owner in owners for owners in held)}
         if self.params.issuperset(parts):
             origin = "parameter"
         elif not new:
@@ -257,9 +261,8 @@ def _walk(value: Any, path: str, found: list[tuple[str, Any]]) -> None:
 def _steps(facts: _Facts, direction: str) -> tuple[Step, ...]:
     launches = facts.run.forward if direction == "forward" else facts.run.backward
     alone = facts.forward_alone if direction == "forward" else facts.backward_alone
-    fast = kernels(facts.plan.backend).fast_accumulation
     # launches that are alike share their specs
-    known: dict[Any, tuple[Kernel, ...]] = {}
+    known: dict[Any, dict[str, Any]] = {}
     found = []
     for position, launch in enumerate(launches):
         step = launch.step
@@ -268,26 +271,35 @@ def _steps(facts: _Facts, direction: str) -> tuple[Step, ...]:
         if step.fused and getattr(op, f"{direction}_work") is None:
             order = step.indices if direction == "forward" else tuple(reversed(step.indices))
             own = [alone[index] for index in order if index in alone]
-        key = (op, id(launch.specs), *(id(one.specs) for one in own))
+        key = (op, id(launch.specs), *[id(one.specs) for one in own])
         if key not in known or launch.specs is None:
-            known[key] = kernels_of(launch, [work_of(one, direction) for one in own], direction, fast)
-        inline = op.inline_forward if direction == "forward" else op.inline_backward
-        found.append(
-            Step(
-                direction=direction,
-                position=position,
-                indices=step.indices,
-                kind=type(op).__name__,
-                rule=step.fused,
-                inline=inline,
-                custom_op=op.custom_op_name(direction) or "",
-                gate=_gate(op, inline, facts.plan.traceable),
-                input=facts.tensor(launch.input),
-                output=facts.tensor(launch.output),
-                kernels=() if inline else known[key],
-            )
-        )
+            known[key] = _described_step(facts.plan, launch, own, direction)
+        ends = facts.tensor(launch.input), facts.tensor(launch.output)
+        found.append(Step(direction, position, step.indices, input=ends[0], output=ends[1], **known[key]))
     return tuple(found)
+
+
+def _described_step(plan: Plan, launch: Launch, own: list[Launch], direction: str) -> dict[str, Any]:
+    """The fields of a step that launches which are alike share.
+
+    Args:
+        plan: the plan.
+        launch: the launch.
+        own: whose work it does: its own, or the launches of the ops that it covers.
+        direction: ``"forward"`` or ``"backward"``.
+    """
+    op: Any = launch.step.op
+    inline = op.inline_forward if direction == "forward" else op.inline_backward
+    fast = kernels(plan.backend).fast_accumulation
+    works = [work_of(one, direction) for one in own]
+    return {
+        "kind": type(op).__name__,
+        "rule": launch.step.fused,
+        "inline": inline,
+        "custom_op": op.custom_op_name(direction) or "",
+        "gate": _gate(op, inline, plan.traceable),
+        "kernels": () if inline else kernels_of(launch, works, direction, fast),
+    }
 
 
 def _gate(op: Any, inline: bool, traceable: bool) -> str:

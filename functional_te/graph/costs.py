@@ -15,6 +15,7 @@ from functional_te.graph.trace import Launch
 from functional_te.graph.value import Kernel
 from functional_te.ops import FwdResult
 from functional_te.ops.work import Cast, Product, Work
+from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer, Float8DelayedScalingQuantizer
 from functional_te.quantization.tensor import QuantizedTensor
 
 __all__ = ["kernels_of", "work_of"]
@@ -49,9 +50,9 @@ def kernels_of(
     casts = [cast for work in works for cast in work.casts]
     passing = [work for work in works if work.passes and not (work.folds and products)]
     args, result = launch.specs if launch.specs is not None else (launch.args, launch.result)
-    if not products and not casts:
-        return (_pass(works, passing, nbytes(args), nbytes(result)),) if passing else ()
     main = result.output if isinstance(result, FwdResult) else result.grad_input
+    if not products and not casts:
+        return (_pass(works, passing, nbytes(args), nbytes(result), _scaling(main)),) if passing else ()
     if not passing and isinstance(main, QuantizedTensor) and all(cast.result is not main for cast in casts):
         source = _main_output(products, main)
         known = {id(cast.result) for cast in casts} | {_key(cast.result) for cast in casts}
@@ -82,7 +83,8 @@ def _rest(works: list[Work], passing: list[Work], args: Any, result: Any, moved:
                 written += nbytes(main)
     if any(work in passing for work in works[:first]):  # what the pass makes for the product
         written += nbytes(products[0].left)
-    return _pass(works, passing, read, written)
+    scaling = _scaling(main)
+    return _pass(works, passing, read, written, "" if scaling and _key(main) in made else scaling)
 
 
 def _main_output(products: list[Product], main: Any) -> Any:
@@ -91,16 +93,29 @@ def _main_output(products: list[Product], main: Any) -> Any:
     return next((product.output for product in products if product.layout != "tn"), None)
 
 
-def _pass(works: list[Work], passing: list[Work], read: int, written: int) -> Kernel:
+def _scaling(made: Any) -> str:
+    """How what a kernel makes is cast: see :attr:`Kernel.scaling`."""
+    if not isinstance(made, QuantizedTensor):
+        return ""
+    quantizer = made.quantizer.of(made.copy(False) is None)
+    if isinstance(quantizer, Float8DelayedScalingQuantizer):
+        return "delayed"
+    if isinstance(quantizer, Float8CurrentScalingQuantizer) or quantizer.tile is None:
+        return "current"
+    return "tiles" if min(quantizer.tile) > 1 else "blocks"
+
+
+def _pass(works: list[Work], passing: list[Work], read: int, written: int, scaling: str) -> Kernel:
     counts = [work.flops for work in works if not work.products or work in passing]
     flops = None if None in counts else sum(count or 0 for count in counts)
     kind = "rows" if any(work.kind == "rows" for work in passing) else "elementwise"
-    return Kernel(kind, flops, read, written)
+    return Kernel(kind, flops, read, written, scaling=scaling)
 
 
 def _cast(cast: Cast) -> Kernel:
     # one multiplication and one rounding for each element
-    return Kernel("cast", 2 * math.prod(cast.source.shape), nbytes(cast.source), nbytes(cast.result))
+    flops, scaling = 2 * math.prod(cast.source.shape), _scaling(cast.result)
+    return Kernel("cast", flops, nbytes(cast.source), nbytes(cast.result), scaling=scaling)
 
 
 def _product(product: Product, fast: tuple[bool, bool, bool] | None) -> Kernel:

@@ -30,7 +30,8 @@ class Device:
         units: processors that work on tiles of a product side by side.
         tiles: rows and columns of a tile, and the share of the rate that it reaches; largest first.
         launch: seconds that a kernel takes at least in a captured graph, its start and its end.
-        passes: share of the bandwidth that kernels reach, by kind, or by kind and direction.
+        passes: share of the bandwidth that kernels reach, by kind, or by kind and direction, or :attr:`Kernel.scaling`,
+            or both, in this order.
         source: where the numbers come from.
     """
 
@@ -43,6 +44,13 @@ class Device:
     passes: Mapping[str, float]
     source: str
 
+    def share(self, kind: str, direction: str, scaling: str) -> float:
+        """The share of the bandwidth that a kernel reaches that is no product."""
+        for name in (f"{kind} {direction} {scaling}", f"{kind} {scaling}", f"{kind} {direction}"):
+            if name in self.passes:
+                return self.passes[name]
+        return self.passes[kind]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Views of dicts, which keep the table from being changed, cannot be pickled."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -50,10 +58,26 @@ class Device:
 
 
 _GPU_TILES = ((128, 256, 1.0), (128, 128, 0.85), (64, 128, 0.6), (64, 64, 0.4))
-# measured on an H200 with the Triton backend: SwiGLU 0.92, its gradient 0.84, casts with a transposed copy 0.77 to
-# 0.88, RMSNorm with a cast 0.4 to 0.8, the gradient of RMSNorm with a residual's 1.0
+# Measured on an H200 with the Triton backend, 8192 rows: of bytes that have to move, so that passes which read twice
+# (current scaling, RMSNorm with a transposed copy) have small shares.
 _GPU_PASSES = MappingProxyType(
-    {"elementwise": 0.92, "elementwise backward": 0.84, "cast": 0.82, "rows": 0.6, "rows backward": 1.0}
+    {
+        "elementwise": 0.92,
+        "elementwise current": 0.45,
+        "elementwise blocks": 0.40,
+        "elementwise backward": 1.0,
+        "elementwise backward delayed": 0.75,
+        "elementwise backward current": 0.37,
+        "elementwise backward blocks": 0.30,
+        "cast": 0.82,
+        "cast current": 0.55,
+        "cast blocks": 0.34,
+        "rows": 0.83,
+        "rows delayed": 0.37,
+        "rows current": 0.34,
+        "rows blocks": 0.20,
+        "rows backward": 1.0,
+    }
 )
 _HOPPER = MappingProxyType(
     {

@@ -14,6 +14,9 @@ from functional_te.graph.value import Graph
 
 __all__ = ["chosen", "graph_html", "mimebundle", "table"]
 
+# a drawing shrinks to this share of its size where room is scarce: its smallest letters are 9 pixels tall then
+SHRINK = 0.848
+
 _HEADER = ("direction", "ops", "step", "custom op", "time", "bound", "operations", "read", "written", "compiled")
 
 
@@ -33,13 +36,15 @@ def chosen(bundle: dict[str, str], include: Any, exclude: Any) -> dict[str, str]
 
 
 def graph_html(graph: Graph, marks: Marks | None = None, notes: tuple[str, ...] = ()) -> str:
-    """The drawing, as wide as there is room, and below it a table that unfolds."""
+    """The drawing, as wide as there is room, and below it a table that unfolds. What is too wide scrolls by itself."""
     scene = layout(graph, marks=marks, notes=notes)
-    parts = [f'<div style="max-width:{scene.width:.0f}px">{render(scene, fluid=True)}</div>']
+    size = f"min-width:{scene.width * SHRINK:.0f}px;max-width:{scene.width:.0f}px"
+    parts = [f'<div style="overflow-x:auto"><div style="{size}">{render(scene, fluid=True)}</div></div>']
     if graph.error:
         parts.append(f"<p><b>error:</b> {html.escape(graph.error)}</p>")
     title = html.escape(f"{headline(graph)}; {summary(graph)}")
-    parts.append(f"<details><summary>{title}</summary>{table(_HEADER, _rows(graph))}</details>")
+    steps = f'<div style="overflow-x:auto">{table(_HEADER, _rows(graph))}</div>'
+    parts.append(f"<details><summary>{title}</summary>{steps}</details>")
     return "\n".join(parts)
 
 

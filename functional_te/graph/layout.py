@@ -22,9 +22,9 @@ __all__ = ["Marks", "layout"]
 # ("saved", index) -> what it was before
 Marks = Mapping[tuple[str, int], str]
 
-_PAD, _SIDE, _SPINE, _KEPT, _SPACE, _LANE = 16.0, 244.0, 356.0, 250.0, 18.0, 12.0
+_PAD, _SIDE, _SPINE, _KEPT, _SPACE, _LANE = 16.0, 251.0, 352.0, 224.0, 18.0, 12.0
 _ROW, _GAP, _LINE, _INSET = 66.0, 46.0, 13.0, 8.0
-_SMALL = 10.0
+_SMALL = 10.5  # the smallest letters; see SHRINK in html.py
 _MOST_NOTES = 14
 
 
@@ -150,7 +150,7 @@ def _foot(page: _Page, y: float) -> None:
         for role, text in (("compute", "bound by products"), ("memory", "by memory"), ("launch", "by launches")):
             page.scene.boxes.append(Box(x, y - 7, 18, 5, f"bar-{role}"))
             page.label(x + 24, y, text, size=_SMALL, role="muted")
-            x += 40 + 6.1 * len(text)
+            x += 40 + 6.5 * len(text)
         text = "bars: share of the slowest step's time; thick borders: fusions; dashed: inside of a fusion"
         page.label(x + 6, y, text, size=_SMALL, role="muted")
         y += 14

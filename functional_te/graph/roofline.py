@@ -51,7 +51,7 @@ def kernel_estimate(kernel: Kernel, device: Device, direction: str) -> Estimate:
     """The time of one kernel."""
     share = 1.0
     if kernel.kind != "product":
-        share = device.passes.get(f"{kernel.kind} {direction}", device.passes[kernel.kind])
+        share = device.share(kernel.kind, direction, kernel.scaling)
     memory = (kernel.read + kernel.written) / (device.bandwidth * 1e12 * share)
     compute = _product_seconds(kernel, device) if kernel.kind == "product" else 0.0
     work = max(memory, compute)

@@ -1,7 +1,7 @@
 """A drawing as SVG, with nothing that a viewer would have to load.
 
 Notebook viewers differ in what they leave of an SVG. Colours are attributes for a light page, with a background of the
-drawing's own; a style sheet turns both dark where the viewer prefers that and keeps style sheets. So words stand out
+drawing's own; a style sheet turns both dark where the page or the viewer is and keeps style sheets. So words stand out
 from their background everywhere.
 """
 
@@ -40,11 +40,14 @@ _LINES = {
 _TEXTS = {
     "text": ("#1f2328", "#e6edf3"),
     "muted": ("#59636e", "#a3abb4"),
-    "mark": ("#9a6700", "#e3b341"),
+    "mark": ("#845400", "#e3b341"),
     "bad": ("#a40e26", "#ff7b72"),
 }
 _MARK = ("#bf8700", "#e3b341")
 _THEMES = ("auto", "light", "dark")
+# how JupyterLab, VS Code and Material for MkDocs mark their theme, which need not be the one of the system
+_DARK_PAGES = ":is([data-jp-theme-light=false],[data-md-color-scheme=slate],.vscode-dark)"
+_LIGHT_PAGES = ":is([data-jp-theme-light=true],[data-md-color-scheme=default],.vscode-light)"
 
 
 def to_svg(graph: Graph, *, collapse: bool = True, theme: str = "auto") -> str:
@@ -83,12 +86,19 @@ def render(scene: Scene, theme: str = "auto", *, fluid: bool = False) -> str:
 
 
 def _style() -> str:
-    """What is dark about the dark theme; a page may hold many drawings, and all of them say the same."""
-    rules = [f".fte-{role}{{fill:{fill};stroke:{stroke}}}" for role, (_, _, fill, stroke) in _BOXES.items()]
-    rules += [f".fte-l-{role}{{stroke:{stroke}}}.fte-a-{role}{{fill:{stroke}}}" for role, (_, stroke) in _LINES.items()]
-    rules += [f".fte-t-{role}{{fill:{fill}}}" for role, (_, fill) in _TEXTS.items()]
-    rules.append(f".fte-marked{{stroke:{_MARK[1]}}}")
-    return "@media (prefers-color-scheme:dark){" + "".join(rules) + "}"
+    """Dark where the viewer prefers that; where a page says which theme it has, that one.
+
+    A page may hold many drawings, and all of them say the same.
+    """
+    light, dark = _rules(False), _rules(True)
+    return f"@media (prefers-color-scheme:dark){{{dark}}}{_DARK_PAGES}{{{dark}}}{_LIGHT_PAGES}{{{light}}}"
+
+
+def _rules(dark: bool) -> str:
+    rules = [f".fte-{role}{{fill:{own[2 * dark]};stroke:{own[2 * dark + 1]}}}" for role, own in _BOXES.items()]
+    rules += [f".fte-l-{role}{{stroke:{own[dark]}}}.fte-a-{role}{{fill:{own[dark]}}}" for role, own in _LINES.items()]
+    rules += [f".fte-t-{role}{{fill:{own[dark]}}}" for role, own in _TEXTS.items()]
+    return "".join(rules) + f".fte-marked{{stroke:{_MARK[dark]}}}"
 
 
 def _number(value: float) -> str:

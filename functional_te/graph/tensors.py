@@ -22,6 +22,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.lru_cache(1024)
 def format_of(quantizer: Quantizer) -> str:
     """Elements and scales of a quantizer: ``"E4M3 per tensor"``, ``"E4M3 1x32"``, or both of a hybrid one."""
     own = [_one(quantizer.of(columnwise)) for columnwise in (False, True)]
@@ -37,7 +38,7 @@ def _one(quantizer: Quantizer) -> str:
 def nbytes(value: Any) -> int:
     """Bytes of a tensor or of all tensors of a tree."""
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.dtype.itemsize
+        return value.nbytes
     flat: list[Any] = []
     pytree.structure(value, flat)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in flat if hasattr(leaf, "dtype"))
@@ -55,9 +56,14 @@ def tensor_of(value: Any) -> Tensor:
         value = value.quantized if value.stored else value.value
     if not isinstance(value, QuantizedTensor):
         return _plain(tuple(value.shape), value.dtype)
-    name, shape = dtype_name(value.dtype), tuple(value.shape)
-    copies = [copy for copy, columnwise in (("rowwise", False), ("columnwise", True)) if value.copy(columnwise)]
-    # the format of the copies that are left, not of those that were made
-    quantizer = value.quantizer.with_usage("rowwise" in copies, "columnwise" in copies)
-    own = quantizer if len(copies) != 1 else quantizer.of(copies[0] == "columnwise")
-    return Tensor(shape, name, format_of(own), type(value.quantizer).__name__, tuple(copies), nbytes(value))
+    parts = value.rowwise_data, value.columnwise_data
+    copies = tuple([copy for copy, data in zip(("rowwise", "columnwise"), parts, strict=True) if data is not None])
+    kind, form = type(value.quantizer).__name__, _format_of_copies(value.quantizer, copies)
+    return Tensor(tuple(value.shape), dtype_name(value.dtype), form, kind, copies, nbytes(value))
+
+
+@functools.lru_cache(1024)
+def _format_of_copies(quantizer: Quantizer, copies: tuple[str, ...]) -> str:
+    """The format of the copies that are left, not of those that were made."""
+    own = quantizer.with_usage("rowwise" in copies, "columnwise" in copies)
+    return format_of(own if len(copies) != 1 else own.of(copies[0] == "columnwise"))

@@ -136,6 +136,38 @@ def _without_unknown(plan: Plan) -> Plan:
     return dataclasses.replace(plan, forward=tuple(forward), backward=tuple(backward))
 
 
+def _signature(value: Any, words: list[Any], flat: list[Any]) -> None:
+    """Write down what tells a bundle from another, tensors apart from their identity; collect its leaves.
+
+    Every node is followed by as many words as its class or its length says, so equal lists are equal trees. One is
+    made for every launch: that is why this is not :func:`functional_te.pytree.structure`, which makes lists of lists.
+    """
+    kind = type(value)
+    if hasattr(kind, "_tree_children"):
+        words.append(kind)
+        words += [getattr(value, name) for name in kind._tree_static]
+        children: Any = [getattr(value, name) for name in kind._tree_children]
+    elif isinstance(value, (tuple, list)):
+        words += (kind, len(value))
+        children = value
+    elif kind is dict:
+        keys = sorted(value)
+        words += (kind, len(keys), *keys)
+        children = [value[key] for key in keys]
+    else:
+        words += ("value", kind, value)
+        flat.append(value)
+        return
+    for child in children:
+        if type(child) is torch.Tensor:
+            words += ("tensor", child.shape, child.dtype)
+            flat.append(child)
+        elif child is None:
+            words.append(None)
+        else:
+            _signature(child, words, flat)
+
+
 def _frozen(structure: Any) -> Any:
     """A structure as something to look up by."""
     if structure is None or isinstance(structure, str):
@@ -172,17 +204,20 @@ class _Run:
             return self._normal((op.forward_impl if forward else op.backward_impl)(args)), None
         if not hasattr(op, f"{self.direction}_fake"):
             return self._assumed(step, op), None
+        words: list[Any] = [op, forward]
         flat: list[Any] = []
-        shape = pytree.structure(args, flat)
-        leaves = tuple([(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
-        key = (op, self.direction, _frozen(shape), leaves)
+        _signature(args, words, flat)
+        key = tuple(words)
         known = self.known.get(key)
         if known is None:
-            specs = pytree.rebuild(shape, [spec_of(leaf) for leaf in flat])
+            specs = pytree.rebuild(pytree.structure(args), [spec_of(leaf) for leaf in flat])
             result = self._normal((op.forward_fake if forward else op.backward_fake)(specs))
             results: list[Any] = []
-            known = self.known[key] = (specs, result), _rebuilder(_frozen(pytree.structure(result, results))), results
-        return known[1]([described(leaf) for leaf in known[2]]), known[0]
+            build = _rebuilder(_frozen(pytree.structure(result, results)))
+            known = self.known[key] = (specs, result), build, [described(leaf) for leaf in results]
+        # detaching makes another tensor of the same kind for a quarter of what making one costs
+        fresh = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in known[2]]
+        return known[1](fresh), known[0]
 
     def _normal(self, result: Any) -> Any:
         if isinstance(result, (FwdResult, BwdResult)):

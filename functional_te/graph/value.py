@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from functional_te.graph.devices import Device
     from functional_te.graph.diff import GraphDiff
+    from functional_te.graph.scale import Scaled
 
 __all__ = ["Cast", "Edge", "ExtraInput", "ExtraOutput", "Graph", "Kernel", "OpNode", "Saved", "Step", "Tensor"]
 
@@ -160,6 +161,8 @@ class Kernel:
             ``"bf16"``, ``"fp32"``.
         fast: of a product, whether it leaves its partial sums in the tensor cores.
         groups: of a product, how many share its rows.
+        scaling: of others, how the result is cast: ``"delayed"``, ``"current"``, ``"blocks"`` (of one row or column),
+            ``"tiles"`` (of several), or an empty string for a result in high precision.
     """
 
     kind: str
@@ -171,6 +174,7 @@ class Kernel:
     math: str = ""
     fast: bool = False
     groups: int = 1
+    scaling: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +304,19 @@ class Graph:
         from functional_te.graph.devices import device_of
 
         return dataclasses.replace(self, device=device_of(device))
+
+    def scale(self, *, tp: int = 1, dp: int = 1, layers: int = 1, **options: Any) -> Scaled:
+        """The estimate for ``tp * dp`` devices, messages included; see :func:`functional_te.graph.scale.scale`.
+
+        Args:
+            tp: ranks that share every linear layer.
+            dp: ranks that share the batch.
+            layers: how many such blocks follow each other.
+            options: more arguments of that function.
+        """
+        from functional_te.graph.scale import scale
+
+        return scale(self, tp=tp, dp=dp, layers=layers, **options)
 
     def diff(self, other: Graph) -> GraphDiff:
         """What is different in ``other``; prints as text and draws itself with the differences marked."""

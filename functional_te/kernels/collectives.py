@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["all_gather", "all_reduce", "process_group", "reduce_scatter"]
+from functional_te.torch_compat import assume_constant_result
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "greatest", "process_group", "reduce_scatter"]
+
+# dtypes whose bytes are sent as they are: not every library of collectives knows them
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def process_group(name: str) -> Any:
@@ -28,8 +33,9 @@ def process_group(name: str) -> Any:
     return c10d._resolve_process_group(name)
 
 
+@assume_constant_result
 def _resolve(group: str, size: int) -> str:
-    """The registry name of a group that has to have ``size`` ranks."""
+    """The registry name of a group that has to have ``size`` ranks. Looked up for real while a caller is traced."""
     found = process_group(group)
     if found is None:
         raise RuntimeError(f"collective: group: expected torch.distributed to be initialized with {size} ranks.")
@@ -55,10 +61,29 @@ def all_reduce(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _resolve(group, size)))
 
 
+def greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """The largest of every amax over the ranks; NaN if a rank has NaN.
+
+    The bits of non-negative float32 numbers order as integers do, with NaN above all numbers, so the ranks compare
+    those: what a maximum of floats does with NaN is not the same in all libraries.
+
+    Args:
+        amaxes: float32 of any shape, not negative.
+        group: as everywhere in this module.
+        size: likewise.
+    """
+    if size == 1:
+        return _copy(amaxes)
+    bits = amaxes.contiguous().view(torch.int32)
+    return _wait(torch.ops._c10d_functional.all_reduce(bits, "max", _resolve(group, size))).view(torch.float32)
+
+
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """``x`` of every rank, concatenated along the first dimension in the order of the ranks."""
     if size == 1:
         return _copy(x)
+    if x.dtype in _BYTES:
+        return all_gather(x.view(torch.uint8), group, size).view(x.dtype)
     return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, _resolve(group, size)))
 
 
@@ -67,3 +92,18 @@ def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     if size == 1:
         return _copy(x)
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, _resolve(group, size)))
+
+
+def all_to_all(x: torch.Tensor, to: list[int], of: list[int], group: str, size: int) -> torch.Tensor:
+    """Rows of every rank that are meant for this one, in the order of the ranks.
+
+    Args:
+        x: ``[rows, ...]``: what goes to rank 0, then what goes to rank 1, and so on.
+        to: how many rows go to each rank.
+        of: how many come from each rank.
+        group: as everywhere in this module.
+        size: likewise.
+    """
+    if size == 1:
+        return _copy(x)
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), of, to, _resolve(group, size)))

@@ -99,10 +99,11 @@ class BasicLinear(Op):
     Parameters: ``weight [local_out_features, local_in_features]``, Kaiming-uniform with ``a = sqrt(5)``, which is
     ``U(-1/sqrt(local_in_features), 1/sqrt(local_in_features))``. Every rank draws its own part.
 
-    What is gathered is cast when it is whole, so with a scale per tensor all ranks cast it alike: the input of a
-    column-parallel layer with ``sequence_parallel``, the output gradient of a row-parallel one (without it these are
-    the same on all ranks anyway). Nothing else is agreed between ranks: parts of weights, inputs of row-parallel and
-    output gradients of column-parallel layers have a scale per rank. Histories of delayed scaling are not reduced.
+    What is gathered is cast as the whole tensor is, on all ranks alike: the input of a column-parallel layer with
+    ``sequence_parallel``, the output gradient of a row-parallel one (without it these are the same on all ranks
+    anyway). With one scale per tensor it is cast before it is sent. Nothing else is agreed between ranks here: parts of
+    weights, inputs of row-parallel and output gradients of column-parallel layers have a scale per rank, unless
+    :func:`functional_te.agree_amaxes` makes those of delayed scaling equal.
     """
 
     in_features: int

@@ -9,7 +9,10 @@ row                  ``y``: all-reduce                          --
 row, sequence        ``y``: reduce-scatter                      ``dy``: all-gather
 ===================  =========================================  ================================================
 
-Gathering and scattering run along dim 0. Both happen in high precision: a gathered tensor is cast when it is whole.
+Gathering and scattering run along dim 0. Sums are sent in the compute dtype. What is gathered to be cast with one scale
+for the whole tensor is cast before it is sent, so that a quarter or half of the bytes travel: the ranks first agree on
+the amax of the whole tensor, hence on the scale, and the bits are those of a cast of the gathered tensor. Other casts
+are made when the tensor is whole.
 """
 
 from __future__ import annotations
@@ -19,13 +22,21 @@ from typing import Any
 
 import torch
 
+from functional_te import pytree
 from functional_te._errors import type_error, value_error
 from functional_te._value import Value
-from functional_te.kernels import collectives
+from functional_te.kernels import Backend, collectives
 from functional_te.ops.common import check_size
+from functional_te.quantization.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8DelayedScalingQuantizer,
+    Quantizer,
+)
+from functional_te.quantization.scaling import amax_of, current_scale
+from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
-__all__ = ["TensorParallel", "gather_spec", "gathers", "reduce_spec", "reduces", "tp_gather", "tp_reduce"]
+__all__ = ["TensorParallel", "gather_spec", "gathers", "reduce_spec", "reduces", "tp_cast", "tp_gather", "tp_reduce"]
 
 MODES = ("column", "row")
 
@@ -69,6 +80,38 @@ def reduces(tp: TensorParallel | None, mode: str) -> bool:
 def tp_gather(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """``x`` of all ranks."""
     return collectives.all_gather(x, tp.group, tp.size)
+
+
+def tp_cast(
+    x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, tp: TensorParallel, kernels: Backend
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """The cast of ``x`` of all ranks, and the amax observed of all of it, as of ``kernels.quantize``."""
+    quantizer = bound.quantizer
+    if isinstance(quantizer, Float8DelayedScalingQuantizer):
+        own, amax = kernels.quantize(x, _given(quantizer, bound.scale), dtype)
+        return _gathered(own, quantizer, tp), collectives.greatest(amax, tp.group, tp.size)
+    if isinstance(quantizer, Float8CurrentScalingQuantizer):
+        amax = collectives.greatest(amax_of(x), tp.group, tp.size)
+        scale = current_scale(amax, quantizer.limit, epsilon=quantizer.amax_epsilon, power_of_2=quantizer.power_2_scale)
+        own, _ = kernels.quantize(x, _given(quantizer, scale), dtype)
+        return _gathered(own, quantizer, tp), None
+    cast: tuple[QuantizedTensor, torch.Tensor | None] = kernels.quantize(tp_gather(x, tp), bound, dtype)
+    return cast
+
+
+def _given(quantizer: Quantizer, scale: torch.Tensor | None) -> BoundQuantizer:
+    """A rowwise cast with a scale that is given."""
+    return BoundQuantizer(quantizer=Float8DelayedScalingQuantizer(dtype=quantizer.dtype), scale=scale)
+
+
+def _gathered(own: QuantizedTensor, quantizer: Quantizer, tp: TensorParallel) -> QuantizedTensor:
+    """Rowwise FP8 data of all ranks, with the copies that ``quantizer`` makes."""
+    data = tp_gather(own.data, tp)
+    fields: dict[str, Any] = {"rowwise_data": data, "rowwise_scale_inv": own.scale_inv} if quantizer.rowwise else {}
+    if quantizer.columnwise:
+        fields["columnwise_data"] = data.reshape(-1, data.shape[-1]).t().contiguous()
+        fields["columnwise_scale_inv"] = own.scale_inv.clone()
+    return pytree.replace(own, **{"rowwise_data": None, "rowwise_scale_inv": None, **fields}, quantizer=quantizer)
 
 
 def gather_spec(x: TensorSpec, tp: TensorParallel) -> TensorSpec:

@@ -28,6 +28,8 @@ def test_two_ranks(reports, case):
 
 COLLECTIVES = {
     "all_reduce": "(Tensor input, str reduce_op, Any group_name) -> Tensor",
+    "all_to_all_single": "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, Any group_name) "
+    "-> Tensor",
     "all_gather_into_tensor": "(Tensor input, int group_size, Any group_name) -> Tensor",
     "reduce_scatter_tensor": "(Tensor input, str reduce_op, int group_size, Any group_name) -> Tensor",
     "wait_tensor": "(Tensor tensor) -> Tensor",

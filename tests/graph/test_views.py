@@ -138,6 +138,20 @@ def test_every_colour_has_a_dark_twin() -> None:
     assert {name for name in used if f".{name}{{" not in style} == set()
 
 
+def test_drawings_are_as_dark_as_the_page_they_are_in() -> None:
+    svg = GRAPHS["mlp"].to_svg()
+    style = svg[svg.index("<style>") : svg.index("</style>")]
+    viewer, dark, light = re.split(r":is\([^)]*\)", style)
+    assert ".fte-page{fill:#0d1117" in viewer
+    assert ".fte-page{fill:#0d1117" in dark
+    assert ".fte-page{fill:#ffffff" in light
+    used = set(re.findall(r'class="([^"]+)"', svg[svg.index("</style>") :]))
+    for names in used:
+        for name in names.split():
+            assert f".{name}{{" in dark
+            assert f".{name}{{" in light
+
+
 def test_unknown_themes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"to_svg: theme: expected one of \['auto', 'light', 'dark'\], got 'blue'"):
         GRAPHS["op"].to_svg(theme="blue")

@@ -42,13 +42,13 @@ def _llama(device: str) -> tuple[Any, torch.Tensor]:
     return model, tokens
 
 
-def build(kind: str, device: str, compiled: bool = True) -> Step:
+def build(kind: str, device: str, mode: str | None = "default") -> Step:
     """One training step.
 
     Args:
         kind: "torch", "torchao", or the name of a recipe of the converted model.
         device: "cuda" or "cpu".
-        compiled: whether the forward with its loss is compiled.
+        mode: how ``torch.compile`` compiles; None for an eager step.
     """
     model, tokens = _llama(device)
     if kind == "torchao":
@@ -64,13 +64,15 @@ def build(kind: str, device: str, compiled: bool = True) -> Step:
         logits = model.lm_head(hidden[:, :-1]).flatten(0, 1).float()
         return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
-    if compiled:
+    if mode is not None:
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": mode}
         for layer in model.model.layers:
-            layer.compile(fullgraph=True, dynamic=False)
-        loss = torch.compile(loss, fullgraph=True, dynamic=False)
+            layer.compile(**options)
+        loss = torch.compile(loss, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def run() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         loss(hidden, tokens).backward()
         optimizer.step()
@@ -82,13 +84,18 @@ def build(kind: str, device: str, compiled: bool = True) -> Step:
 
 
 def contestants(device: str) -> list[Contestant]:
-    """The original and torchao compiled, and the converted model in every recipe, compiled and eager."""
-    found = [Contestant("torch bf16", "compiled", lambda: build("torch", device), peer=True)]
-    found.append(Contestant("torchao", "compiled", lambda: build("torchao", device), peer=True))
-    for recipe in ("delayed", "current", "none"):
-        name = f"converted, {recipe}"
-        found.append(Contestant(name, "compiled", lambda recipe=recipe: build(recipe, device), extra=recipe == "none"))
-    found.append(Contestant("converted, delayed", "eager", lambda: build("delayed", device, False), extra=True))
+    """The original, torchao's and the converted model in every recipe, in two modes of compilation, and eager."""
+    kinds = {"torch bf16": "torch", "torchao": "torchao"}
+    kinds |= {f"converted, {recipe}": recipe for recipe in ("delayed", "current", "none")}
+    found = []
+    for name, kind in kinds.items():
+        for mode, label in (("default", "compiled"), ("reduce-overhead", "reduce-overhead")):
+
+            def make(kind: str = kind, mode: str = mode) -> Step:
+                return build(kind, device, mode)
+
+            found.append(Contestant(name, label, make, peer=kind in ("torch", "torchao"), extra=kind == "none"))
+    found.append(Contestant("converted, delayed", "eager", lambda: build("delayed", device, None), extra=True))
     return found
 
 

@@ -52,8 +52,19 @@ def measured(run: Any, steps: int, folder: str) -> list[tuple[str, float]]:
     ]
 
 
-def table(name: str, steps: int, folder: str) -> list[str]:
-    """Lines of measured and estimated times under the recipe called ``name``."""
+def estimates(name: str) -> list[tuple[str, float]]:
+    """Custom op and estimated milliseconds on an H200 of every step that launches something."""
+    with torch.device("meta"):
+        model = bridge_model(SHAPE, "meta", torch.bfloat16)
+    recipe = RECIPES[name]
+    with bridge.autocast(enabled=recipe is not None, recipe=recipe):
+        graph = bridge.graph(model, fte.TensorSpec(SHAPE.input_shape, torch.bfloat16), backend="triton", device="H200")
+    device = device_of("H200")
+    return [(step.custom_op, 1e3 * estimate(step, device).seconds) for step in graph.steps if step.kernels]
+
+
+def pairs(name: str, steps: int, folder: str) -> list[tuple[str, float, float]]:
+    """Custom op, measured and estimated milliseconds of every step under the recipe called ``name``."""
     torch.manual_seed(0)
     model = bridge_model(SHAPE, "cuda", torch.bfloat16)
     x = torch.randn(SHAPE.input_shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -67,31 +78,31 @@ def table(name: str, steps: int, folder: str) -> list[str]:
             y = model(x)
         y.backward(grad)
 
-    with bridge.autocast(enabled=recipe is not None, recipe=recipe):
-        graph = bridge.graph(model, fte.TensorSpec(SHAPE.input_shape, torch.bfloat16), backend="triton", device="H200")
-    device = device_of("H200")
-    expected = [step for step in graph.steps if step.kernels]
+    expected = estimates(name)
     found = measured(run, steps, folder)
-    if [f"functional_te::{step.custom_op}" for step in expected] != [label for label, _ in found]:
-        raise RuntimeError(f"labels {[label for label, _ in found]}, steps {[step.custom_op for step in expected]}")
-    lines = [f"{name}: {'step':<40} measured  estimate  ratio"]
-    pairs = [
-        (step.custom_op, seconds, estimate(step, device).seconds)
-        for step, (_, seconds) in zip(expected, found, strict=True)
-    ]
-    pairs.append(("all", sum(pair[1] for pair in pairs), sum(pair[2] for pair in pairs)))
-    lines.extend(f"  {op:<44} {1e3 * own:>8.3f}  {1e3 * guess:>8.3f}  {guess / own:>5.2f}" for op, own, guess in pairs)
-    return lines
+    if [f"functional_te::{op}" for op, _ in expected] != [label for label, _ in found]:
+        raise RuntimeError(f"labels {[label for label, _ in found]}, steps {[op for op, _ in expected]}")
+    return [(op, 1e3 * seconds, guess) for (op, guess), (_, seconds) in zip(expected, found, strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", default="delayed,current,block,none")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", help="a JSON file for the measured milliseconds")
     chosen = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.recipes.split(","):
-            print("\n".join(table(name, chosen.steps, folder)), flush=True)
+            own = pairs(name, chosen.steps, folder)
+            results[name] = {op: round(ms, 4) for op, ms, _ in own}
+            own.append(("all", sum(ms for _, ms, _ in own), sum(guess for *_, guess in own)))
+            print(f"{name}: {'step':<40} measured  estimate  ratio")
+            for op, ms, guess in own:
+                print(f"  {op:<44} {ms:>8.3f}  {guess:>8.3f}  {guess / ms:>5.2f}", flush=True)
+    if chosen.out:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "unit": "ms"}
+        Path(chosen.out).write_text(json.dumps(about | {"steps": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
