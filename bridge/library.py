@@ -59,7 +59,7 @@ class RegisteredOp:
 
     def _define(self, name: str, key: str) -> Any:
         _library.define(f"{name}({self.schema.arguments}) -> Tensor[]")
-        _library.impl(name, self._run if key == "CompositeExplicitAutograd" else self._run_transparent, key)
+        _library.impl(name, self._run_closed if key == "CompositeExplicitAutograd" else self._run_transparent, key)
         if key == "CompositeImplicitAutograd":  # torch.func.vmap sees through it, too
             _library.impl(name, self._run, "FuncTorchBatchedDecomposition")
         if key == "CompositeExplicitAutograd":
@@ -84,6 +84,9 @@ class RegisteredOp:
 
     def _run(self, *flat: Any) -> list[torch.Tensor]:
         return pytree.leaves(self._normal(self.impl(self.schema.decode(flat))))
+
+    def _run_closed(self, *flat: Any) -> list[torch.Tensor]:
+        return [result.contiguous() for result in self._run(*flat)]  # as the fake says they are
 
     def _run_transparent(self, *flat: Any) -> list[torch.Tensor]:
         # while the compiler traces a region whose policy of selective checkpointing names custom ops

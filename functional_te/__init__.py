@@ -1,6 +1,7 @@
 """functional_te: Transformer Engine's fusible operations as pure functions over pytrees."""
 
 from functional_te import functional, recipes
+from functional_te.agreement import agree_amaxes
 from functional_te.api import (
     ApplyResult,
     Grads,
@@ -45,6 +46,7 @@ from functional_te.ops import (
     ClampedSwiGLU,
     ConstantScale,
     Dropout,
+    ErfGELU,
     FusedOp,
     FwdResult,
     GroupedLinear,
@@ -124,6 +126,7 @@ __all__ = [
     "ConstantScale",
     "DelayedScalingState",
     "Dropout",
+    "ErfGELU",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8DelayedScalingQuantizer",
@@ -168,6 +171,7 @@ __all__ = [
     "TensorParallel",
     "TensorSpec",
     "Window",
+    "agree_amaxes",
     "apply",
     "backends",
     "chain",

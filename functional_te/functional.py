@@ -23,6 +23,7 @@ from functional_te.ops import (
     ClampedSwiGLU,
     ConstantScale,
     Dropout,
+    ErfGELU,
     GroupedLinear,
     L2Normalization,
     LayerNorm,
@@ -49,6 +50,7 @@ __all__ = [
     "clamped_swiglu",
     "constant_scale",
     "dropout",
+    "erf_gelu",
     "geglu",
     "gelu",
     "glu",
@@ -207,6 +209,11 @@ def _pointwise(op: Op, x: torch.Tensor) -> torch.Tensor:
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU, tanh form."""
     return _pointwise(GELU(), x)
+
+
+def erf_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU, erf form."""
+    return _pointwise(ErfGELU(), x)
 
 
 def qgelu(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Pictures of a training run: what casts did over steps, amaxes and scales, memory, recipes side by side, and trees.
 
+Beside them :func:`progress`, for the loop that makes what they show.
+
 Imported on its own: ``from functional_te import views``. Plots need matplotlib and trees need treescope, which are
 imported when a view is made (``pip install 'functional_te[notebook]'``). A view shows itself in notebooks.
 """
@@ -9,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +25,9 @@ from functional_te.numerics import MEASURES, Numerics
 from functional_te.pytree import tree_map
 from functional_te.quantization.state import DelayedScalingState
 
-__all__ = ["Tree", "View", "amaxes", "memory", "numerics", "recipes", "tree"]
+__all__ = ["Tree", "View", "amaxes", "memory", "numerics", "progress", "recipes", "tree"]
+
+_T = TypeVar("_T")
 
 _LABELS = {
     "amax": "largest magnitude",
@@ -201,6 +207,28 @@ def recipes(graphs: Mapping[str, Graph]) -> View:
     right.barh(names, [graph.saved_bytes / 1e6 for graph in named.values()], color="tab:purple")
     right.set_xlabel("MB kept for the backward")
     return View(figure, f"{len(named)} graphs side by side")
+
+
+def progress(steps: Iterable[_T], title: str = "") -> Iterable[_T]:
+    """The steps of a loop with a bar that shows how far it is: in a notebook, or on stderr of a terminal.
+
+    Without tqdm the steps are returned as they are. A loop that ends within a second shows no bar, nor does one whose
+    output goes to a file.
+
+    Args:
+        steps: what the loop goes through; one that knows its length shows the time that is left.
+        title: what stands before the bar.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without widgets it says so, and writes text
+            auto = importlib.import_module("tqdm.auto")
+    except ImportError:
+        return steps
+    # None: nothing where stderr is no terminal; a notebook's is none
+    disable = False if "ipykernel" in sys.modules else None
+    bar: Iterable[_T] = auto.tqdm(steps, desc=title or None, delay=1, leave=False, disable=disable)
+    return bar
 
 
 def _named(graphs: Any, view: str) -> dict[str, Graph]:

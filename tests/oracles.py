@@ -65,6 +65,7 @@ def _gated(op: fte.Op, x: Tensor) -> Tensor:
 
 _UNARY = {
     "GELU": _gelu,
+    "ErfGELU": lambda x: 0.5 * x * torch.erfc(-x / 2**0.5),
     "QGELU": lambda x: x * _logistic(1.702 * x),
     "SiLU": lambda x: x * _logistic(x),
     "ReLU": _relu,

@@ -29,6 +29,7 @@ CASES = {
     "l2_normalization": ([(fte.L2Normalization(0.1), {})], 8, (), {"eps": 0.1}),
     "constant_scale": ([(fte.ConstantScale(-1.5), {})], 8, (-1.5,), {}),
     "gelu": ([(fte.GELU(), {})], 8, (), {}),
+    "erf_gelu": ([(fte.ErfGELU(), {})], 8, (), {}),
     "qgelu": ([(fte.QGELU(), {})], 8, (), {}),
     "silu": ([(fte.SiLU(), {})], 8, (), {}),
     "relu": ([(fte.ReLU(), {})], 8, (), {}),

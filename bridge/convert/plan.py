@@ -33,6 +33,7 @@ CONTAINER_RULES: tuple[Any, ...] = (
     blocks.gated_mlp,
     blocks.plain_mlp,
     blocks.post_norm,
+    blocks.bert_layer,
     blocks.layer,
 )
 

@@ -90,9 +90,7 @@ def _activation(module: Any) -> Leaf | str | None:
     elif plain(module, nn.ReLU.forward):
         op = fte.ReLU()
     elif plain(module, nn.GELU.forward):
-        if module.approximate != "tanh":
-            return "GELU in the erf form; there is an operation for the tanh form"
-        op = fte.GELU()
+        op = fte.GELU() if module.approximate == "tanh" else fte.ErfGELU()
     else:
         return None
     why = "it works in place, and no linear layer stands beside it" if getattr(module, "inplace", False) else ""

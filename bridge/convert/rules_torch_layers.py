@@ -46,6 +46,8 @@ def _activation(module: Any, site: Site) -> Any:
     act = module.activation
     if act is functional.relu or act is torch.relu:
         return (Borrowed(fte.ReLU()),)
+    if act is functional.gelu:
+        return (Borrowed(fte.ErfGELU()),)
     return (site.ops(act) if isinstance(act, nn.Module) else None) or act
 
 

@@ -17,6 +17,7 @@ _RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm"
 # their gain is 1 + weight
 _ZERO_CENTERED = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 _ACTIVATIONS: dict[str, Any] = {
+    "GELUActivation": fte.ErfGELU(),
     "SiLUActivation": fte.SiLU(),
     "NewGELUActivation": fte.GELU(),
     "GELUTanh": fte.GELU(),
@@ -54,6 +55,4 @@ def transformers_leaf(module: torch.nn.Module) -> Leaf | str | None:
     if is_from(module, _ACTIVATIONS):
         op = _ACTIVATIONS[type(module).__name__]
         return Leaf("activation", (Borrowed(op),), type(op).__name__)
-    if is_from(module, ("GELUActivation",)):
-        return "GELU in the erf form; there is an operation for the tanh form"
     return None

@@ -13,12 +13,12 @@ import torch
 
 import functional_te as fte
 from bridge.convert.borrowed import Borrowed
-from bridge.convert.chains import BoundChain, Parts, add, inert, runs_recipe
+from bridge.convert.chains import BoundChain, Parts, add, fork, inert, runs_recipe
 from bridge.convert.halves import Projections, Tail, run_attention
 from bridge.convert.rule import GATED, Fused, Site, is_from, pack
 from bridge.convert.swap import base_class, original
 
-__all__ = ["attention", "gated_mlp", "layer", "plain_mlp", "post_norm"]
+__all__ = ["attention", "bert_layer", "gated_mlp", "layer", "plain_mlp", "post_norm"]
 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -62,7 +62,12 @@ _OTHER_FORWARD = "its forward is not the one that the rule is for"
 
 def _calls(module: Any, *names: str) -> bool:
     """Whether the forward of a module's class uses these children, in this order, and no others but optional ones."""
-    code = inspect.unwrap(base_class(module).forward).__code__
+    return _uses(base_class(module).forward, module, *names)
+
+
+def _uses(function: Any, module: Any, *names: str) -> bool:
+    """:func:`_calls` of another method."""
+    code = inspect.unwrap(function).__code__
     optional = {"crossattention", "ln_cross_attn"}
     return [name for name in code.co_names if name in module._modules and name not in optional] == list(names)
 
@@ -198,6 +203,82 @@ def post_norm(module: Any, site: Site) -> Fused | str | None:
     return Fused("post norm", _run_post_norm, data, (), (module.dense, module.LayerNorm), why)
 
 
+# ---------------------------------------------------------------------------------- MLP of BERT
+
+
+class FeedForward:
+    """The MLP of a layer of BERT, which two modules share: linear, activation, linear, residual sum, norm.
+
+    Attributes:
+        whole: the chain.
+        mlp: what precedes an active dropout.
+        last: what follows it.
+        dropout: the module between second linear and sum.
+        parts: the modules that are not called.
+    """
+
+    def __init__(self, mlp: tuple[Borrowed, ...], norm: tuple[Borrowed, ...], dropout: Any, parts: Parts) -> None:
+        self.whole = BoundChain(fork(), *mlp, add(), *norm)
+        self.mlp, self.last = BoundChain(*mlp), BoundChain(add(None), *norm)
+        self.dropout, self.parts = dropout, parts
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the layer."""
+        if inert((self.dropout,)):
+            whole: torch.Tensor = self.whole(x)
+            return whole
+        last: torch.Tensor = self.last(self.dropout(self.mlp(x)), x)
+        return last
+
+
+class _WithFeedForward:
+    """Stands for a layer in its own forward, with another MLP."""
+
+    def __init__(self, module: Any, mlp: FeedForward) -> None:
+        # a method of what the module holds: the library asks for its signature, which traced code has to find
+        self._module, self.feed_forward_chunk = module, mlp.run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module._functional_te_base.forward(self, *args, **kwargs)
+
+
+def _run_bert_layer(module: Any, *args: Any, **kwargs: Any) -> Any:
+    mlp: FeedForward = module._functional_te.data
+    if not mlp.parts.intact():
+        return original(module, *args, **kwargs)
+    return _WithFeedForward(module, mlp).forward(*args, **kwargs)
+
+
+def bert_layer(module: Any, site: Site) -> Fused | str | None:
+    """Linear, activation, linear, residual sum and norm as one chain."""
+    if not is_from(module, ("BertLayer",)):
+        return None
+    first, second = module.intermediate, module.output
+    known = is_from(first, ("BertIntermediate",)) and _calls(first, "dense", "intermediate_act_fn")
+    kind: Any = base_class(module)
+    if (
+        not known
+        or not _uses(kind.feed_forward_chunk, module, "intermediate", "output")
+        or "feed_forward_chunk" in module.__dict__
+    ):
+        return _OTHER_FORWARD
+    up, act = site.ops(first.dense, fte.BasicLinear), site.ops(first.intermediate_act_fn)
+    if up is None or act is None or id(second) not in site.fused:
+        return "its linears, activation and norm are not all converted"
+    down, norm = site.ops(second.dense), site.ops(second.LayerNorm)
+    assert down is not None
+    assert norm is not None
+    members = [(module, "intermediate", first), (module, "output", second)]
+    members += [(first, name, first._modules[name]) for name in ("dense", "intermediate_act_fn")]
+    members += [(second, name, second._modules[name]) for name in ("dense", "LayerNorm")]
+    mlp = FeedForward((*up, *act, *down), norm, second.dropout, Parts(*members))
+    why = "intermediate and output in one chain, in two while dropout is active"
+    return Fused("bert layer", _run_bert_layer, mlp, (), tuple(part for _, _, part in members), why)
+
+
 # ------------------------------------------------------------------------------------------ layers
 
 
@@ -236,7 +317,9 @@ def _run_layer(module: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: A
     if not runs or not layer.parts.intact():
         return original(module, hidden_states, *args, **kwargs)
     projections = layer.projections.split(layer.head(hidden_states))
-    attended, _ = attending(hidden_states=hidden_states, _projections=projections, **given)
+    # the attention asks its input for the sizes in front; of a layer that shards its rows those of the projections
+    whole = projections[0].shape[:-1] != hidden_states.shape[:-1]
+    attended, _ = attending(hidden_states=projections[0] if whole else hidden_states, _projections=projections, **given)
     if layer.names.dropout is not None:
         attended = module._modules[layer.names.dropout](attended)
     return layer.tail(attended, hidden_states)

@@ -14,6 +14,7 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "ClampedSwiGLU",
+    "ErfGELU",
     "ReGLU",
     "ReLU",
     "SReGLU",
@@ -41,6 +42,12 @@ class GELU(_Activation):
     """See :class:`functional_te.GELU`."""
 
     op_class = fte.GELU
+
+
+class ErfGELU(_Activation):
+    """See :class:`functional_te.ErfGELU`; te.ops has none."""
+
+    op_class = fte.ErfGELU
 
 
 class QGELU(_Activation):

@@ -37,6 +37,7 @@ __all__ = [
     "ActivationForwardArgs",
     "ActivationSaved",
     "ClampedSwiGLU",
+    "ErfGELU",
     "GatedActivation",
     "ReGLU",
     "ReLU",
@@ -168,6 +169,7 @@ def _backward_fake(args: ActivationBackwardArgs) -> BwdResult:
 # operations for each element of the output, forward and backward, counted as in ops/work.py
 OPERATIONS = {
     "gelu": (9, 18),
+    "erf_gelu": (5, 10),
     "qgelu": (5, 11),
     "silu": (4, 9),
     "relu": (1, 2),
@@ -312,6 +314,16 @@ class GELU(Activation):
     """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x**3)))`` (Hendrycks and Gimpel, 2016; tanh form)."""
 
     kind: ClassVar[str] = "gelu"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ErfGELU(Activation):
+    """``0.5 x (1 + erf(x / sqrt(2)))`` (Hendrycks and Gimpel, 2016; exact form).
+
+    What :func:`torch.nn.functional.gelu` computes by default; Transformer Engine has none.
+    """
+
+    kind: ClassVar[str] = "erf_gelu"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

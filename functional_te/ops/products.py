@@ -28,6 +28,7 @@ from functional_te.ops.tensor_parallel import (
     gathers,
     reduce_spec,
     reduces,
+    tp_cast,
     tp_gather,
     tp_reduce,
 )
@@ -127,20 +128,21 @@ _NOTHING_FRESH = {dtype: LinearSaved(input_=None, weight=None, dtype=dtype) for 
 
 
 def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSaved, Amaxes | None]:
-    """Gather the input of a forward bundle if the sequence is sharded, then cast input and weight.
+    """Cast input and weight of a forward bundle, and gather the input if the sequence is sharded.
 
     Returns:
         The two operands, those of them that are fresh and to be saved, and the observed amaxes.
     """
-    x, w = args.input_, args.weight
-    if gathers(args.tensor_parallel, "column"):
-        x = tp_gather(x, args.tensor_parallel)
+    x, w, tp = args.input_, args.weight, args.tensor_parallel
+    casts_input = args.input_quantizer is not None and not isinstance(x, QuantizedTensor)
+    if gathers(tp, "column") and not casts_input:
+        x = tp_gather(x, tp)
     if args.input_quantizer is None and args.weight_quantizer is None:
         return x, w, _NOTHING_FRESH[args.dtype], None
     k = kernels(args.backend)
     amax_x = amax_w = fresh_x = fresh_w = None
-    if args.input_quantizer is not None and not isinstance(x, QuantizedTensor):
-        x, amax_x = k.quantize(x, args.input_quantizer, args.dtype)
+    if casts_input:
+        x, amax_x = cast_whole(k, x, args.input_quantizer, args.dtype, tp if gathers(tp, "column") else None)
         fresh_x = x
     if args.weight_quantizer is not None and not isinstance(w, QuantizedTensor):
         w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
@@ -151,6 +153,14 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
         dtype=args.dtype,
     )
     return x, w, aux, amaxes(input=amax_x, weight=amax_w)
+
+
+def cast_whole(
+    k: Any, x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, tp: TensorParallel | None
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """The cast of ``x``, or with ``tp`` of ``x`` of all ranks, and the observed amax."""
+    cast: Any = k.quantize(x, bound, dtype) if tp is None else tp_cast(x, bound, dtype, tp, k)
+    return cast
 
 
 def _for_backward(x: Any, override: str) -> Any:
@@ -243,11 +253,12 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
     dy: Any = args.grad_output
     tp = args.tensor_parallel
     observed: Amaxes | None = None
-    if gathers(tp, "row"):
-        dy = tp_gather(dy, tp)
-    if args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor):
-        dy, amax = k.quantize(dy, args.grad_output_quantizer, args.dtype)
+    casts = args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor)
+    if casts:
+        dy, amax = cast_whole(k, dy, args.grad_output_quantizer, args.dtype, tp if gathers(tp, "row") else None)
         observed = amaxes(observed, grad_output=amax)
+    elif gathers(tp, "row"):
+        dy = tp_gather(dy, tp)
     dx = dw = None
     if args.weight is not None:
         dx = k.gemm_nn(dy, args.weight, dtype=args.dtype, add=add, alpha=alpha)
@@ -260,8 +271,17 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
         x = args.input_
         if gathers(tp, "column") and not isinstance(x, QuantizedTensor):  # a cast was made of the gathered input
             x = tp_gather(x, tp)
-        dw = k.gemm_tn(dy, x, dtype=args.grad_weight_dtype or args.dtype, alpha=alpha)
+        dtype = args.grad_weight_dtype or args.dtype
+        if _is_transposed(args.weight):  # a gradient that is laid out otherwise is copied where it is accumulated
+            dw = k.gemm_tn(x, dy, dtype=dtype, alpha=alpha).t()
+        else:
+            dw = k.gemm_tn(dy, x, dtype=dtype, alpha=alpha)
     return BwdResult(dx, (dw,), (), observed)
+
+
+def _is_transposed(weight: Any) -> bool:
+    """Whether a weight is a view of a parameter that is stored ``[in_features, out_features]``."""
+    return isinstance(weight, torch.Tensor) and weight.stride(0) == 1 and weight.stride(1) != 1
 
 
 def grad_specs(args: Any) -> BwdResult:

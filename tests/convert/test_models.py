@@ -12,7 +12,7 @@ RTOL, ATOL = 1e-4, 2e-5
 ZERO = ("key.bias", "k_proj.bias")
 
 # what the same rules convert as others here
-ALIKE = ("mistral", "qwen3", "vit", "decoder-norm-last", "encoder-norm-first")
+ALIKE = ("mistral", "qwen3", "vit-tanh", "bert-relu", "decoder-norm-last", "encoder-norm-first", "encoder-gelu-module")
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in CASES]
 
 

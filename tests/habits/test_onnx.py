@@ -42,6 +42,10 @@ def _gated():
     )
 
 
+def _erf():
+    return ops.Sequential(ops.Linear(32, 64, device="cpu"), ops.ErfGELU(), ops.Linear(64, 32, device="cpu"))
+
+
 def _kinds(program):
     nodes = program.model_proto.graph.node
     assert {node.domain for node in nodes} <= {"", "ai.onnx"}
@@ -56,7 +60,7 @@ def _run(program, x):
     return torch.from_numpy(found)
 
 
-@pytest.mark.parametrize("make", [mlp, _gated])
+@pytest.mark.parametrize("make", [mlp, _gated, _erf])
 def test_high_precision(make):
     model = make().eval()
     program = to_onnx(model, (batch(0),), dynamic_shapes=DYNAMIC, verbose=False)

@@ -37,6 +37,7 @@ def positive(x: Tensor) -> Tensor:
 
 UNARY = {
     "gelu": gelu,
+    "erf_gelu": lambda x: 0.5 * x * torch.erfc(-x / 2**0.5),
     "qgelu": lambda x: x * logistic(1.702 * x),
     "silu": lambda x: x * logistic(x),
     "relu": positive,
@@ -218,7 +219,7 @@ def test_extreme_gates(kind: str) -> None:
     torch.testing.assert_close(actual, dx.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "qgelu", "silu"])
+@pytest.mark.parametrize("kind", ["gelu", "erf_gelu", "qgelu", "silu"])
 def test_infinity_and_nan_follow_the_formula(kind: str) -> None:
     # The derivatives at infinity hold infinity * 0; the literal formula in float64 (no autograd) says which are NaN.
     x = torch.tensor([INF, -INF, NAN] * 9)

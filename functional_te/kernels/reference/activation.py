@@ -1,6 +1,7 @@
 """Activation functions and their gradients in plain PyTorch, in float32.
 
-Formulas: Transformer Engine 2.20.2 ``te.ops`` (activation, swiglu). GELU: Hendrycks & Gimpel 2016 (tanh form).
+Formulas: Transformer Engine 2.20.2 ``te.ops`` (activation, swiglu). GELU: Hendrycks & Gimpel 2016 (tanh form; also the
+exact form with erf, which te.ops lacks).
 SiLU: Elfwing et al. 2017. Squared ReLU: So et al. 2021 (Primer). GLU: Dauphin et al. 2016; GEGLU, ReGLU and
 SwiGLU: Shazeer 2020. Gated forms split the last dimension in two halves ``[a | b]`` and put the non-linearity on the
 *first* (``torch.nn.functional.glu`` puts it on the second): ``y = phi(a) * lam(b)``, where ``lam`` is the identity
@@ -59,6 +60,14 @@ def _gelu_derivative(grad: Tensor, x: Tensor, shared: Shared, config: Config) ->
     # adding 0 * x leaves finite values alone and lets the formula's NaN at infinity through again.
     bounded = torch.add(x.clamp(-_GELU_SATURATED, _GELU_SATURATED), x, alpha=0)
     return _gelu_backward(grad, bounded, approximate="tanh")
+
+
+def _erf_gelu(x: Tensor, shared: Shared, config: Config) -> Tensor:
+    return _gelu_forward(x, approximate="none")
+
+
+def _erf_gelu_derivative(grad: Tensor, x: Tensor, shared: Shared, config: Config) -> Tensor:
+    return _gelu_backward(grad, x, approximate="none")  # exp(-inf) is 0: nothing to bound
 
 
 def _silu(x: Tensor, shared: Shared, config: Config) -> Tensor:
@@ -228,6 +237,7 @@ _HARD_LIMIT = Activation("hard_limit", False, _hard_limit, _hard_limit_derivativ
 # A new activation is its functions above and one row here.
 _TABLE: tuple[Activation, ...] = (
     Activation("gelu", False, _gelu, _gelu_derivative),
+    Activation("erf_gelu", False, _erf_gelu, _erf_gelu_derivative),
     Activation("qgelu", False, _qgelu, _qgelu_derivative, _qgelu_prepare),
     Activation("silu", False, _silu, _silu_derivative),
     Activation("relu", False, _relu, _relu_derivative),

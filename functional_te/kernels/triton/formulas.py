@@ -53,6 +53,13 @@ def _gelu(x, grad, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr):
 
 
 @triton.jit
+def _erf_gelu(x, grad, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr):
+    below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # the share of a normal distribution
+    density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)  # log2(e) / 2
+    return x * below, grad * (below + x * density)
+
+
+@triton.jit
 def _swish(x, grad, ALPHA: tl.constexpr):
     """``x sigmoid(ALPHA x)``."""
     sigmoid = _sigmoid_of(x * ALPHA)
@@ -135,6 +142,8 @@ def formula(x, grad, NAME: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2:
         value, slope = _identity(x, grad, C0, C1, C2)
     elif NAME == "gelu":
         value, slope = _gelu(x, grad, C0, C1, C2)
+    elif NAME == "erf_gelu":
+        value, slope = _erf_gelu(x, grad, C0, C1, C2)
     elif NAME == "silu":
         value, slope = _silu(x, grad, C0, C1, C2)
     elif NAME == "qgelu":
@@ -163,6 +172,7 @@ def formula(x, grad, NAME: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, C2:
 # formula(), and one row here.
 FORMULAS: dict[str, tuple[str, str]] = {
     "gelu": ("gelu", ""),
+    "erf_gelu": ("erf_gelu", ""),
     "qgelu": ("qgelu", ""),
     "silu": ("silu", ""),
     "relu": ("relu", ""),
