@@ -24,18 +24,19 @@ section = @printf '\n==> %s\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types bench docs clean _pytest _notebooks
+.PHONY: help demo test lint types bench docs site clean _pytest _notebooks
 
 help:
 	@echo 'usage: make TARGET [VARIABLE=VALUE ...]'
 	@echo
 	@echo 'targets:'
 	@echo '  demo    run the demo; pass it arguments with ARGS="..."'
-	@echo '  test    every check in turn: lint, types, tests, notebooks'
+	@echo '  test    every check in turn: lint, types, tests, notebooks, the documentation'
 	@echo '  lint    ruff check, ruff format --check, import contracts'
 	@echo '  types   mypy'
 	@echo '  bench   run the benchmarks; pass them arguments with ARGS="..."'
-	@echo '  docs    write docs/operations.md from the code'
+	@echo '  docs    write the pages and drawings in docs/ that are made from the code'
+	@echo '  site    build the documentation into build/site, with warnings as errors'
 	@echo '  clean   remove .venv, caches and build products'
 	@echo
 	@echo 'variables:'
@@ -47,7 +48,7 @@ help:
 demo: $(DEMO_ENV)
 	$(BIN)/python -m bridge.demo $(ARGS)
 
-test: lint types _pytest _notebooks
+test: lint types _pytest _notebooks site
 	$(call section,all checks passed)
 
 # The second ruff call holds bridge/ to the bans that apply there.
@@ -84,6 +85,13 @@ bench: $(TEST_ENV)
 
 docs: $(TEST_ENV)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/figures.py
+
+# The variable silences an advertisement of the theme's.
+site: $(TEST_ENV)
+	$(call section,documentation)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'build/site/index.html; with its search: $(BIN)/python -m http.server -d build/site'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache \

@@ -1,7 +1,8 @@
-"""Write ``operations.md``, the list of operations and fusions, from the code: ``python docs/generate.py``."""
+"""Write the pages of operations and fusions, recipes and quantizers, and backends from the code."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -13,11 +14,15 @@ sys.path.insert(0, str(ROOT))
 
 from bridge import ops as modules  # noqa: E402
 from functional_te.fuser.rules import BACKWARD, FORWARD, JOINT  # noqa: E402
+from functional_te.graph.tensors import format_of  # noqa: E402
+from functional_te.kernels.registry import BACKENDS  # noqa: E402
 from functional_te.ops import OPS  # noqa: E402
+from functional_te.quantization.quantizers import QUANTIZERS  # noqa: E402
+from functional_te.quantization.recipes import RECIPES, CustomRecipe, Role  # noqa: E402
 
-PAGE = Path(__file__).with_name("operations.md")
+FOLDER = Path(__file__).parent
 
-HEAD = """# Operations and fusions
+_OPERATIONS = """# Operations and fusions
 
 Made from the code by `python docs/generate.py`; the first line of every docstring is the formula. A chain of operations
 is run by `functional_te`, differentiated by `bridge.apply`, and held by the modules of `bridge.ops`.
@@ -85,19 +90,111 @@ def _fusions() -> list[str]:
     return lines
 
 
-def page() -> str:
-    """The whole page."""
-    lines = [
-        HEAD,
-        *_operations(),
+def _table(header: str, rows: list[tuple[str, ...]]) -> list[str]:
+    return [header, "| --- " * (header.count("|") - 1) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+# ---- recipes and quantizers ----
+
+_RECIPES = """# Recipes and quantizers
+
+Made from the code by `python docs/generate.py`. A recipe says with which quantizer every tensor role is cast; it is a
+frozen value with the fields and defaults of Transformer Engine's. A quantizer says what a cast is.
+"""
+
+
+def _recipes() -> list[str]:
+    """What each recipe casts a linear's three tensors to, and its fields."""
+    roles = ("input", "weight", "grad_output")
+    rows, fields = [], []
+    for kind in RECIPES:
+        recipe = kind()
+        quantizers = [recipe.quantizer(Role("BasicLinear", tensor)) for tensor in roles]
+        state = {"key" if own.stochastic else "scale, amax history" for own in quantizers if own.stateful}
+        formats = [format_of(own) for own in quantizers]
+        rows.append((f"`{kind.__name__}`", _first_line(kind), *formats, ", ".join(sorted(state)), _link(kind)))
+    for kind in (*RECIPES, CustomRecipe):
+        own = ", ".join(f"`{field.name}={_shown(field.default)}`" for field in dataclasses.fields(kind))
+        fields.append((f"`{kind.__name__}`", own))
+    header = "| recipe | what it does | input | weight | gradient | state | file |"
+    return [
+        *_table(header, rows),
         "",
-        "## Fusions",
+        "`CustomRecipe(qfactory)` asks a function of the role for the quantizer, so any mix is possible; None leaves a",
+        "tensor in high precision. Blocks are written as rows x columns of values that share a scale.",
         "",
-        "In order of priority within a pass. Places in brackets may stay empty.",
+        "## Fields and defaults",
         "",
+        *_table("| recipe | fields |", fields),
     ]
-    return "\n".join([*lines, *_fusions()]) + "\n"
+
+
+def _quantizers() -> list[str]:
+    rows = []
+    for kind in QUANTIZERS:
+        own = ", ".join(f"`{field.name}={_shown(field.default)}`" for field in dataclasses.fields(kind))
+        multiples = f"{kind.feature_multiple}" if kind.feature_multiple > 1 else ""
+        rows.append((f"`{kind.__name__}`", _first_line(kind), own, multiples, _link(kind)))
+    return _table("| quantizer | what it makes | fields | features a multiple of | file |", rows)
+
+
+def _shown(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return "..."
+    return str(value) if hasattr(value, "name") and hasattr(value, "value") else repr(value)
+
+
+# ---- backends ----
+
+_BACKENDS = """# Backends
+
+Made from the code by `python docs/generate.py`. A backend is a record of functions: *parts*, which it takes from the
+reference unless it has its own, and *fused* kernels, which do in one launch what a producer does together with the cast
+of its result. Where it has none for a case, the parts run. `print(fte.backends())` says what can run on a machine.
+"""
+
+
+def _backends() -> list[str]:
+    records = {source.name: source.load() for source in BACKENDS}
+    reference = records["reference"]
+    about = []
+    for source in BACKENDS:
+        record = records[source.name]
+        about.append((f"`{source.name}`", source.summary, "yes" if record.transposed_copies else "no"))
+    parts, fused = [], []
+    for field in dataclasses.fields(reference):
+        if callable(getattr(reference, field.name)) and field.name != "fused":
+            base = getattr(reference, field.name)
+            own = ["own" if getattr(record, field.name) is not base else "" for record in records.values()]
+            parts.append((f"`{field.name}`", _first_line(base), "plain PyTorch", *own[1:]))
+    for field in dataclasses.fields(reference.fused):
+        own = ["fused" if getattr(record.fused, field.name) is not None else "" for record in records.values()]
+        fused.append((f"`{field.name}`", *own[1:]))
+    names = " | ".join(list(records)[1:])
+    return [
+        *_table("| backend | kernels | products read transposed copies |", about),
+        "",
+        "## Parts",
+        "",
+        *_table(f"| part | what it computes | reference | {names} |", parts),
+        "",
+        "## Fused kernels",
+        "",
+        *_table(f"| kernel | {names} |", fused),
+    ]
+
+
+def pages() -> dict[str, str]:
+    """Every page by file name."""
+    fusions = ["## Fusions", "", "In order of priority within a pass. Places in brackets may stay empty."]
+    contents = {
+        "operations.md": [_OPERATIONS, *_operations(), "", *fusions, "", *_fusions()],
+        "recipes.md": [_RECIPES, *_recipes(), "", "## Quantizers", "", *_quantizers()],
+        "backends.md": [_BACKENDS, *_backends()],
+    }
+    return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)

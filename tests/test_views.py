@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -131,3 +133,28 @@ def test_bad_input() -> None:
 def test_nothing_is_imported_before_a_view_is_made() -> None:
     code = "import sys; from functional_te import views; assert not {'matplotlib', 'treescope'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_progress_goes_through_the_steps(capsys) -> None:
+    assert list(views.progress(range(3), "training")) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")  # a short loop, and no terminal
+
+
+def test_progress_shows_how_far_a_loop_is(monkeypatch) -> None:
+    tqdm = pytest.importorskip("tqdm.auto", reason="an extra: functional_te[notebook]")
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    bar = views.progress(range(4), "training")
+    assert isinstance(bar, tqdm.tqdm)
+    monkeypatch.setattr(sys, "stderr", shown)
+    for step in views.progress(range(4), "training"):
+        if step == 0:
+            time.sleep(1.2)  # then it is worth a bar
+    assert "training" in shown.getvalue()
+    assert "4 [" in shown.getvalue()
+
+
+def test_progress_without_tqdm_is_the_loop_itself(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    steps = range(3)
+    assert views.progress(steps) is steps

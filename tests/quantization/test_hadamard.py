@@ -84,6 +84,7 @@ def test_partial_group_is_refused(function) -> None:
         function(torch.ones(2, 24))
 
 
+@pytest.mark.slow
 def test_compiled_is_eager(dynamo) -> None:
     def both(x: torch.Tensor):
         return hadamard(x, dim=0), hadamard_inverse(x)

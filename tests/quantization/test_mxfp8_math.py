@@ -225,7 +225,9 @@ def test_torchao_rounds_the_logarithm(dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------ compiled
 
 
-@pytest.mark.parametrize(("tile", "columns"), [((1, 32), 200), ((32, 32), 32)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "columns"), [pytest.param((1, 32), 200, marks=pytest.mark.slow), ((32, 32), 32)], ids=str
+)
 def test_compiled_as_eager(tile: tuple[int, int], columns: int, dynamo) -> None:
     """One graph for every number of rows, and the same bits."""
 

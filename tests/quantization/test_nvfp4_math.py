@@ -481,6 +481,7 @@ def test_compiled_is_eager(dynamo) -> None:
     assert dynamo["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiled_stochastic_rounding_is_eager(dynamo) -> None:
     def casts(x: torch.Tensor, amax: torch.Tensor, key: torch.Tensor):
         bits = random_bits(key, x.numel()).view(x.shape)
