@@ -76,9 +76,9 @@ def _html(path: Path) -> str:
 
 def results() -> str:
     """What was measured, as tables: medians of every row, and the goals."""
-    lines, goals = [], ["| row | ours | against | ratio | goal | met |", "| --- | --- | --- | --- | --- | --- |"]
-    for path in sorted(RESULTS.glob("*.json")):
-        found = json.loads(path.read_text())
+    lines, goals = [], {}
+    files = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    for path, found in sorted(files.items(), key=lambda file: file[1]["written"]):
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
         lines += [f"## {path.stem}", "", f"{found['machine']['device']}; {versions}; {found['written']}.", ""]
         lines += ["| row | who | how | median |", "| --- | --- | --- | --- |"]
@@ -89,13 +89,14 @@ def results() -> str:
                 if one.get("value") is not None
             ]
         lines.append("")
-        goals += [
-            f"| {goal['row']} | {goal['ours']} | {goal['against']} | {goal['measured']:.2f} | {goal['limit']} | "
+        goals |= {  # of several measurements the last counts
+            (goal["row"], goal["ours"], goal["against"]): f"{goal['measured']:.2f} | {goal['limit']:.3g} | "
             f"{'yes' if goal['met'] else 'no'} |"
             for goal in found["goals"]
             if goal.get("measured") is not None
-        ]
-    return "\n".join([*lines, "## Goals", "", *goals])
+        }
+    head = ["## Goals", "", "| row | ours | against | ratio | goal | met |", "| --- | --- | --- | --- | --- | --- |"]
+    return "\n".join([*lines, *head, *(f"| {' | '.join(names)} | {rest}" for names, rest in goals.items())])
 
 
 # ---- notebooks ----

@@ -176,11 +176,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 if an FP8 run is out of the limit, 2 for bad use, 130 if interrupted.
     """
+    from bridge.demo.report import require
+
     started = time.perf_counter()
     ranks = Ranks()
     try:
         arguments = _parser().parse_args(argv)
         ranks = join(arguments.device or Settings().device)
+        require()
         settings, names, corpus = _prepare(arguments, ranks)
         runs = _train(arguments, settings, names, corpus, ranks)
         if not ranks.is_first:

@@ -108,6 +108,11 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
+def require() -> None:
+    """Import what draws: who lacks it is to know before training, not after."""
+    import matplotlib  # noqa: F401 - only whether it is there
+
+
 def plot(runs: Sequence[Progress], path: Path, limit: float) -> None:
     """Draw losses, and the low-precision runs' gaps to high precision, into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

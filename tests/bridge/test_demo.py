@@ -337,6 +337,13 @@ class TestBadUse:
         assert capsys.readouterr().err.startswith("error: --resume: cannot read")
 
 
+def test_what_draws_is_missed_before_training(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(train, "run", lambda *args, **kwargs: pytest.fail("it trains"))
+    assert main(["--out", str(tmp_path / "run")]) == 2
+    assert "matplotlib is not installed; pip install 'functional_te[demo]'" in capsys.readouterr().err
+
+
 def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")

@@ -46,7 +46,7 @@ SIGNATURES = {
     "ScaledSReLU": "*, activation_recompute_in_mlp=False",
     "ScaledTanhSReLU": "*, tanh_clamp_scale, activation_recompute_in_mlp=False",
     **dict.fromkeys(
-        ("GELU", "QGELU", "SiLU", "ReLU", "SReLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU"),
+        ("GELU", "ErfGELU", "QGELU", "SiLU", "ReLU", "SReLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU"),
         "*, cache_quantized_input=False",
     ),
 }

@@ -11,7 +11,7 @@ from tests.convert.models import transformers
 @pytest.mark.parametrize("kind", ["torch", "delayed", "none"])
 def test_a_step_trains(kind):
     transformers()
-    step = converted.build(kind, "cpu", compiled=False)
+    step = converted.build(kind, "cpu", mode=None)
     before = [own.detach().clone() for own in step.tensors]
     step.run()
     assert any(not torch.equal(own, old) for own, old in zip(step.tensors, before, strict=True))
@@ -20,12 +20,11 @@ def test_a_step_trains(kind):
 
 
 def test_the_row_has_its_contestants():
-    names = [one.name for one in converted.contestants("cpu")]
-    assert names[:4] == [
-        "torch bf16, compiled",
-        "torchao, compiled",
-        "converted, delayed, compiled",
-        "converted, current, compiled",
+    contestants = converted.contestants("cpu")
+    kinds = ("torch bf16", "torchao", "converted, delayed", "converted, current")
+    assert [one.name for one in contestants[:8]] == [
+        f"{kind}, {mode}" for kind in kinds for mode in ("compiled", "reduce-overhead")
     ]
+    assert [one.who for one in contestants if one.peer] == ["torch bf16"] * 2 + ["torchao"] * 2
     assert ROWS["hf-llama"].unit == "ms"
     assert converted.tokens_per_second(32.0, "cpu") == 1000
