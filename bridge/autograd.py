@@ -20,6 +20,7 @@ from bridge.call import (
     flat_call,
     grads_by_argument,
     merge_saved,
+    refuse_second_derivatives,
     returned,
     split_saved,
 )
@@ -120,10 +121,7 @@ class ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError(
-                "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
-                "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
-            )
+            refuse_second_derivatives()
         if not torch.compiler.is_dynamo_compiling():
             grads = _zeros_if_absent(grads, getattr(ctx, "like", None))
         device = grads[0].device.type

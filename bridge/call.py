@@ -8,7 +8,7 @@ each distinct one once, and the bundle of the call is rebuilt from them inside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -29,6 +29,7 @@ __all__ = [
     "grads_by_argument",
     "launch_taken_over",
     "merge_saved",
+    "refuse_second_derivatives",
     "returned",
     "split_saved",
 ]
@@ -66,6 +67,14 @@ def returned(plan: Plan, outcome: Any) -> list[torch.Tensor]:
         # a tensor that came in quantized was not observed, which an amax of 0 means
         outputs.append(outputs[0].new_zeros(1, dtype=torch.float32) if amax is None else amax)
     return outputs
+
+
+def refuse_second_derivatives() -> NoReturn:
+    """Raise what a backward raises that would itself be recorded."""
+    raise RuntimeError(
+        "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
+        "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
+    )
 
 
 def grads_by_argument(outcome: Any, grad_params: Any, slots: Any, count: int) -> list[Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bridge import compat, recording
-from bridge.call import distinct
+from bridge.call import distinct, refuse_second_derivatives
 from bridge.checkpointing import closed
 from functional_te._value import uid_of
 from functional_te.fuser import Fusions, default_fusions
@@ -92,10 +92,7 @@ class ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward; what it observes is written to the state."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "functional_te: the backward of a chain cannot be differentiated again (create_graph=True). "
-                "Use functional_te.vjp and plain tensors, or torch's own modules, for second derivatives."
-            )
+            refuse_second_derivatives()
         # the rule for an output that the loss does not use: its gradient is zeros
         own = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
@@ -190,7 +187,7 @@ def replayed(
     key = (block.uid, uid_of(recipe), rules.uid, backend, compute_dtype, graded, places, kinds, own_kinds)
     program = _known.get(key, 0)
     if type(program) is int:
-        program = _counted(key, program, recipe)
+        program = _counted(key, program)
     if (
         program is None
         or program.entries != held
@@ -211,7 +208,7 @@ def replayed(
     return list(results[:count]), dict(zip(program.observers, results[count : count + program.observes], strict=True))
 
 
-def _counted(key: Any, calls: int, recipe: Any) -> Program | None:
+def _counted(key: Any, calls: int) -> Program | None:
     """The program of a kind that was called ``calls`` times before; None if it was not often enough."""
     global _starts  # noqa: PLW0603 - counts
     if calls == 0 and len(_known) >= _MOST:

@@ -235,7 +235,7 @@ def test_more_kinds_than_are_remembered_are_recorded_ever_more_rarely(programs, 
     for kind in order.tolist():
         calls = replay._known.get(kind, 0)
         if type(calls) is int:
-            replay._counted(kind, calls, None)
+            replay._counted(kind, calls)
     assert len(replay._known) <= 20
     assert 0 < len(recorded) < 40
 
@@ -474,9 +474,9 @@ def test_two_threads_record_a_kind_once(programs, monkeypatch):
 
     monkeypatch.setattr(replay, "_made", made)
     monkeypatch.setattr(replay, "_CALLS", 1)
-    second = threading.Thread(target=lambda: started.wait(10) and replay._counted("kind", 0, None))
+    second = threading.Thread(target=lambda: started.wait(10) and replay._counted("kind", 0))
     second.start()
-    replay._counted("kind", 0, None)
+    replay._counted("kind", 0)
     second.join()
     assert recorded == ["kind"]
 

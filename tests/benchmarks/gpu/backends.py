@@ -14,7 +14,7 @@ import torch
 import bridge
 import functional_te as fte
 from functional_te.kernels import BACKENDS
-from tests.benchmarks.gpu.blocks import Mlp
+from tests.benchmarks.gpu.blocks import Mlp, mlp_chain
 from tests.benchmarks.gpu.contestants import RECIPES, Step, captured
 from tests.benchmarks.gpu.measure import durations
 
@@ -23,14 +23,7 @@ SHAPE = Mlp(tokens=2048, width=2048, hidden=5632)
 
 def milliseconds(backend: str, recipe: str) -> float:
     """Median time of a step."""
-    block = fte.chain(
-        fte.MakeExtraOutput(channel="residual", output_to_caller=False),
-        fte.RMSNorm(SHAPE.width),
-        fte.Linear(SHAPE.width, 2 * SHAPE.hidden, bias=False),
-        fte.SwiGLU(),
-        fte.Linear(SHAPE.hidden, SHAPE.width, bias=False),
-        fte.AddExtraInput(channel="residual"),
-    )
+    block = mlp_chain(SHAPE.width, SHAPE.hidden)
     params = fte.init(block, dtype=torch.bfloat16, device="cuda")
     leaves = [param.requires_grad_() for own in params for param in own.values()]
     chosen = RECIPES[recipe]

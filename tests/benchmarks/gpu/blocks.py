@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import bridge
+import functional_te as fte
 
 EPS = 1e-5
 
@@ -153,6 +154,18 @@ def mlp_ops(ops: Any, width: int, hidden: int, **where: Any) -> list[Any]:
         ops.Linear(hidden, width, bias=False, **where),
         ops.AddExtraInput().set_extra_input_channel(0, "residual"),
     ]
+
+
+def mlp_chain(width: int, hidden: int) -> fte.Chain:
+    """The MLP block as functions."""
+    return fte.chain(
+        fte.MakeExtraOutput(channel="residual", output_to_caller=False),
+        fte.RMSNorm(width, eps=EPS),
+        fte.Linear(width, 2 * hidden, bias=False),
+        fte.SwiGLU(),
+        fte.Linear(hidden, width, bias=False),
+        fte.AddExtraInput(channel="residual"),
+    )
 
 
 class BridgeLlama(torch.nn.Module):

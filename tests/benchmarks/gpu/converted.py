@@ -29,7 +29,7 @@ def sizes(device: str) -> dict[str, int]:
     return {**names, "num_key_value_heads": 4, "vocab_size": 32000, "batch": 4, "context": 2048}
 
 
-def _llama(device: str) -> tuple[Any, torch.Tensor]:
+def llama(device: str) -> tuple[Any, torch.Tensor]:
     """A random Llama in bfloat16, and a batch of tokens."""
     chosen = sizes(device)
     batch, context = chosen.pop("batch"), chosen.pop("context")
@@ -50,7 +50,7 @@ def build(kind: str, device: str, mode: str | None = "default") -> Step:
         device: "cuda" or "cpu".
         mode: how ``torch.compile`` compiles; None for an eager step.
     """
-    model, tokens = _llama(device)
+    model, tokens = llama(device)
     if kind == "torchao":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import fully_shard
 import bridge
 import functional_te as fte
 from bridge import distributed, ops
+from tests.benchmarks.gpu.blocks import mlp_chain
 from tests.benchmarks.gpu.contestants import RECIPES
-from tests.benchmarks.gpu.converted import HEAD, sizes
+from tests.benchmarks.gpu.converted import HEAD, llama
 from tests.benchmarks.gpu.measure import durations, release
 
 RECIPE = "delayed"
@@ -86,14 +87,7 @@ def mlp_rows(device: str, count: int) -> list[dict[str, Any]]:
         name = f"MLP t{tokens} h{hidden} f{inner}, tp={size if parallel else 1}"
         found.append({"row": name, "ms": median(run, device, count)})
     graph = fte.graph(
-        fte.chain(
-            fte.MakeExtraOutput(channel="r", output_to_caller=False),
-            fte.RMSNorm(hidden),
-            fte.Linear(hidden, 2 * inner, bias=False),
-            fte.SwiGLU(),
-            fte.Linear(inner, hidden, bias=False),
-            fte.AddExtraInput(channel="r"),
-        ),
+        mlp_chain(hidden, inner),
         None,
         fte.TensorSpec((tokens, hidden), torch.bfloat16),
         recipe=RECIPES[RECIPE],
@@ -108,20 +102,9 @@ def mlp_rows(device: str, count: int) -> list[dict[str, Any]]:
 # ---- a Llama
 
 
-def _llama(device: str) -> tuple[Any, torch.Tensor]:
-    chosen = sizes(device)
-    batch, context = chosen.pop("batch"), chosen.pop("context")
-    library = importlib.import_module("transformers")
-    config = library.LlamaConfig(**chosen, max_position_embeddings=context, use_cache=False, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = library.LlamaForCausalLM(config).to(torch.bfloat16)
-        return model, torch.randint(chosen["vocab_size"], (batch, context))
-
-
 def _step(kind: str, device: str, shards: bool) -> tuple[Callable[[], None], int, Callable[[], Any]]:
     """A training step at the same batch per GPU, its tokens, and what ends it."""
-    model, tokens = _llama(device)
+    model, tokens = llama(device)
     end: Callable[[], Any] = lambda: None  # noqa: E731
     after: Callable[[], Any] = lambda: None  # noqa: E731
     if kind == "torchao":
