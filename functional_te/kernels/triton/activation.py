@@ -17,7 +17,7 @@ from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.formulas import FORMULAS, formula
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import in_blocks, offsets, rows_of_tile, sized, store_tile, target
+from functional_te.kernels.triton.tile import below, in_blocks, offsets, rows_of_tile, sized, store_tile, target, whole
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.torch_compat import statically_known_true
@@ -68,6 +68,7 @@ def _forward_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    WHOLE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -77,7 +78,7 @@ def _forward_kernel(
     top, left = (tile // across) * BM, (tile % across) * BN
     row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
-    inside = (row < M)[:, None] & (col < N)[None, :]
+    inside = below(row, M, WHOLE)[:, None] & below(col, N, WHOLE)[None, :]
     if LINEAR == "":
         a = _load(x, row, col, N, inside)
         y, _ = formula(a, a, VALUE, C0, C1, C2)
@@ -111,6 +112,7 @@ def _forward_kernel(
         EPSILON,
         POWER_OF_2,
         OVERFLOW,
+        WHOLE,
     )
 
 
@@ -146,6 +148,7 @@ def _backward_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    WHOLE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -162,7 +165,7 @@ def _backward_kernel(
     top, left = (tile // across) * BM, (tile % across) * BN
     row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
-    inside = (row < M)[:, None] & (col < N)[None, :]
+    inside = below(row, M, WHOLE)[:, None] & below(col, N, WHOLE)[None, :]
     grad = _load(dy, row, col, N, inside)
     if LINEAR == "":
         width = N
@@ -215,6 +218,7 @@ def _backward_kernel(
                 EPSILON,
                 POWER_OF_2,
                 OVERFLOW,
+                WHOLE,
             )
             col = linear
             left += N
@@ -242,6 +246,7 @@ def _backward_kernel(
         EPSILON,
         POWER_OF_2,
         OVERFLOW,
+        WHOLE,
     )
 
 
@@ -285,6 +290,7 @@ def activation(
     if made is None:
         return None
     constants = dict(**_constants(kind, config, interleave), **made.constants, BM=bm, BN=bn, num_warps=warps)
+    constants["WHOLE"] = whole(rows, cols, bm, bn)
     grid = (blocks(rows, bm) * blocks(cols, bn),)
     for end in made.ends:
         launch(_forward_kernel, grid, matrix, matrix, rows, cols, *made.arguments, END=end, **constants)
@@ -338,10 +344,13 @@ def activation_grad(
         bias = torch.empty(matrix.shape[1], dtype=dtype, device=x.device)
         partials = torch.empty((blocks(rows, bm), matrix.shape[1]), dtype=torch.float32, device=x.device)
     constants = dict(**_constants(kind, config, interleave), **made.constants, BM=bm, BN=bn, num_warps=warps)
+    constants["WHOLE"] = whole(rows, cols, bm, bn)
     split = gated and made.blocks
     grid = (blocks(rows, bm) * blocks(cols, bn) * (2 if split else 1),)
     arguments = (grad, matrix, bias, partials, rows, cols, *made.arguments)
     constants.update(EVEN=even, SPLIT=split, BIAS=needs_bias)
+    if needs_bias:
+        constants["ROUND"] = 0  # it is rounded before it is summed
     for end in made.ends:
         launch(_backward_kernel, grid, matrix, *arguments, END=end, **constants)
     if needs_bias:

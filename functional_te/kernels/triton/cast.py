@@ -9,7 +9,7 @@ import triton.language as tl
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, offsets, rows_of_tile, sized, store_tile, target
+from functional_te.kernels.triton.tile import Target, below, offsets, rows_of_tile, sized, store_tile, target, whole
 from functional_te.quantization.cast import quantize_bound
 from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import as_matrix
@@ -41,6 +41,7 @@ def _cast_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    WHOLE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -49,7 +50,7 @@ def _cast_kernel(
     top, left = (tile // across) * BM, (tile % across) * BN
     row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
-    inside = (row < M)[:, None] & (col < N)[None, :]
+    inside = below(row, M, WHOLE)[:, None] & below(col, N, WHOLE)[None, :]
     y = tl.load(x + offsets(row, col, N), mask=inside, other=0.0).to(tl.float32)
     y = round_and_sum(y, row, col, M, N, bias, partials, BIAS, END)
     store_tile(
@@ -75,6 +76,7 @@ def _cast_kernel(
         EPSILON,
         POWER_OF_2,
         OVERFLOW,
+        WHOLE,
     )
 
 
@@ -123,6 +125,9 @@ def _cast(x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, bias: torc
     if bias is not None:
         partials = torch.empty((blocks(rows, bm), cols), dtype=torch.float32, device=x.device)
     constants = dict(**made.constants, BIAS=bias is not None, BM=bm, BN=bn, num_warps=warps)
+    constants["WHOLE"] = whole(rows, cols, bm, bn)
+    if bias is not None or x.dtype is dtype:
+        constants["ROUND"] = 0  # it is rounded already
     grid = (blocks(rows, bm) * blocks(cols, bn),)
     arguments = (matrix, matrix if bias is None else bias, partials, rows, cols, *made.arguments)
     for end in made.ends:

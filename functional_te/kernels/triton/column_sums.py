@@ -13,7 +13,7 @@ import triton.language as tl
 
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import rounded
+from functional_te.kernels.triton.tile import round_like, rounded
 
 __all__ = ["round_and_sum", "store_partial", "sum_rows"]
 
@@ -36,7 +36,7 @@ def store_partial(y, row, col, M, N, partials):
 def round_and_sum(y, row, col, M, N, bias, partials, BIAS: tl.constexpr, END: tl.constexpr):
     """With a bias gradient: ``y`` rounded to the dtype of ``bias``, its column sums in ``partials``; else ``y``."""
     if BIAS:
-        y = rounded(y, bias).to(tl.float32)
+        y = round_like(y, bias)
         if END != "observe":
             store_partial(y, row, col, M, N, partials)
     return y

@@ -13,13 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from functional_te.kernels.triton.tile import reciprocal
+
 __all__ = ["FORMULAS", "formula"]
 
 
 @triton.jit
 def _sigmoid_of(x):
     """``1 / (1 + exp(-x))``."""
-    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
+    return reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
 
 
 @triton.jit
@@ -32,7 +34,7 @@ def _tanh_of(x):
     square = x * x
     series = -0.05305290222167969 + square * 0.01725689508020878
     series = -0.33333149552345276 + square * (0.1332598626613617 + square * series)
-    large = 1.0 - 2.0 / (tl.exp2(size * 2.8853900817779268) + 1.0)  # 2 log2(e)
+    large = 1.0 - 2.0 * reciprocal(tl.exp2(size * 2.8853900817779268) + 1.0)  # 2 log2(e)
     return tl.where(size < 0.5, x + x * (square * series), tl.where(x < 0.0, -large, large))
 
 

@@ -20,13 +20,16 @@ from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import norm_passes
 from functional_te.kernels.triton.tile import (
     Target,
+    below,
     bits_of,
     divide,
     offsets,
+    round_like,
     rounded,
     rows_of_tile,
     store_tile,
     target,
+    whole,
 )
 from functional_te.quantization.tensor import BoundQuantizer
 
@@ -50,7 +53,7 @@ def _load_sum(x, add, total, place, inside, ADD: tl.constexpr):
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         extra = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
-        value = rounded(extra + value, total).to(tl.float32)
+        value = round_like(extra + value, total)
     return value
 
 
@@ -162,6 +165,7 @@ def _rows_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    WHOLE: tl.constexpr,
     LAYER: tl.constexpr,
     ADD: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -172,8 +176,8 @@ def _rows_kernel(
     top = tl.program_id(0) * BM
     row = rows_of_tile(top, BM, PACK)
     col = tl.arange(0, BN)
-    rows = row < M
-    inside = rows[:, None] & (col < N)[None, :]
+    rows = below(row, M, WHOLE)
+    inside = rows[:, None] & below(col, N, WHOLE)[None, :]
     place = offsets(row, col, N)
     value = _load_sum(x, add, total, place, inside, ADD)
     if ADD:
@@ -211,6 +215,7 @@ def _rows_kernel(
         EPSILON,
         POWER_OF_2,
         OVERFLOW,
+        WHOLE,
     )
 
 
@@ -242,6 +247,7 @@ def _forward_kernel(
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    WHOLE: tl.constexpr,
     LAYER: tl.constexpr,
     ADD: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -262,7 +268,7 @@ def _forward_kernel(
     row = rows_of_tile(top, BM, PACK and NORMALIZE and END != "observe")
     first = (program % across) * width
     last = tl.minimum(first + width, N)
-    rows = row < M
+    rows = below(row, M, WHOLE)
     center = tl.zeros([BM], tl.float32)
     if STATISTICS:
         if LAYER:
@@ -300,6 +306,7 @@ def _forward_kernel(
                 EPSILON,
                 POWER_OF_2,
                 OVERFLOW,
+                WHOLE,
             )
     else:
         spread = tl.load(rstd + row, mask=rows, other=0.0)
@@ -308,7 +315,7 @@ def _forward_kernel(
     if NORMALIZE:
         for start in tl.range(first, last, BN):
             col = start + tl.arange(0, BN)
-            inside = rows[:, None] & (col < N)[None, :]
+            inside = rows[:, None] & below(col, N, WHOLE)[None, :]
             y = _load_sum(x, add, total, offsets(row, col, N), inside, ADD)
             store_tile(
                 _normalized(y, center, spread, weight, bias, col, N, LAYER, ZERO_CENTERED),
@@ -333,6 +340,7 @@ def _forward_kernel(
                 EPSILON,
                 POWER_OF_2,
                 OVERFLOW,
+                WHOLE,
             )
 
 
@@ -378,6 +386,7 @@ def _forward(
             *(matrix, extra, sum_, *tensors, rows, cols, eps, *made.arguments),
             END=made.ends[0],
             ADD=add is not None,
+            WHOLE=whole(rows, cols, step.rows, step.cols),
             BM=step.rows,
             BN=step.cols,
             num_warps=step.warps,
@@ -403,6 +412,7 @@ def _forward(
             STATISTICS=step.statistics,
             NORMALIZE=step.normalize and not peak,
             PEAK=peak,
+            WHOLE=whole(rows, cols, step.rows, step.cols),
             BM=step.rows,
             BN=step.cols,
             BS=step.lanes,

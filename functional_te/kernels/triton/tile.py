@@ -36,7 +36,18 @@ from functional_te.torch_compat import statically_known_true
 
 INTERPRETED_ = tl.constexpr(INTERPRETED)
 
-__all__ = ["Target", "divide", "in_blocks", "offsets", "round_through", "rounded", "sized", "store_tile", "target"]
+__all__ = [
+    "Target",
+    "divide",
+    "in_blocks",
+    "offsets",
+    "round_through",
+    "rounded",
+    "sized",
+    "store_tile",
+    "target",
+    "whole",
+]
 
 # How a tile ends: as it is; observed only; cast with the scale of delayed or of current scaling; cast in blocks.
 # Kernels compare with these strings: Triton checks on every launch that constants of a module are what they were.
@@ -75,9 +86,40 @@ def rounded(y, data):
 def round_through(y, ROUND: tl.constexpr):
     """Float32 ``y`` rounded to bfloat16 (1) or float16 (2), as float32 again; 0 leaves it."""
     if ROUND == 1:
-        y = to_bfloat16(y).to(tl.float32)
+        if INTERPRETED_:
+            y = to_bfloat16(y).to(tl.float32)
+        else:
+            # two at a time, which is an instruction of full rate; one is not
+            y = tl.inline_asm_elementwise(
+                "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
+                "=r,=r,f,f",
+                [y],
+                tl.float32,
+                is_pure=True,
+                pack=2,
+            )
     if ROUND == 2:
         y = y.to(tl.float16).to(tl.float32)
+    return y
+
+
+@triton.jit
+def round_like(y, data):
+    """Float32 ``y`` rounded to the high-precision type that ``data`` points to, as float32 again."""
+    if data.dtype.element_ty == tl.bfloat16:
+        y = round_through(y, 1)
+    elif data.dtype.element_ty == tl.float16:
+        y = round_through(y, 2)
+    return y
+
+
+@triton.jit
+def reciprocal(y):
+    """``1 / y`` to one unit in the last place; 0 where it is no normal number."""
+    if INTERPRETED_:
+        y = 1.0 / y
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1)
     return y
 
 
@@ -106,21 +148,20 @@ def cast_in_interpreter(y, BITS: tl.constexpr, LOWEST: tl.constexpr, TYPE: tl.co
 @triton.jit
 def cast(y, LIMIT: tl.constexpr):
     """Float32 ``y`` in the FP8 type whose largest value is ``LIMIT``: to nearest even, saturating, NaN stays."""
-    y = saturate(y, LIMIT)
     if LIMIT == 448.0:
         if INTERPRETED_:
-            return cast_in_interpreter(y, 3, -6, tl.float8e4nv)
+            return cast_in_interpreter(saturate(y, LIMIT), 3, -6, tl.float8e4nv)
         else:
-            return y.to(tl.float8e4nv)
+            return y.to(tl.float8e4nv)  # by an instruction that saturates
     elif INTERPRETED_:
-        return cast_in_interpreter(y, 2, -14, tl.float8e5)
+        return cast_in_interpreter(saturate(y, LIMIT), 2, -14, tl.float8e5)
     else:
         return y.to(tl.float8e5)
 
 
 @triton.jit
 def rows_of_tile(top, BM: tl.constexpr, PACK: tl.constexpr):
-    """Rows of a tile from ``top`` on, int32 ``[BM]``; with PACK in the order that :func:`packed` wants."""
+    """Rows of a tile from ``top`` on, int32 ``[BM]``; with PACK in the order that :func:`cast_words` wants."""
     row = tl.arange(0, BM)
     if PACK:
         tl.static_assert(BM % 4 == 0)
@@ -129,16 +170,33 @@ def rows_of_tile(top, BM: tl.constexpr, PACK: tl.constexpr):
 
 
 @triton.jit
-def packed(data):
-    """FP8 ``[BM, BN]`` of rows ordered by :func:`rows_of_tile` as int32 ``[BN, BM / 4]``, four rows of a column each.
+def cast_words(y, LIMIT: tl.constexpr):
+    """:func:`cast` of ``y [BM, BN]`` to words of four rows, int32 ``[BN, BM / 4]``; rows as in :func:`rows_of_tile`.
 
     Four rows lie a quarter of the tile apart, where one thread has them, so that packing moves nothing between threads
     and the transposition moves words instead of bytes.
     """
-    height: tl.constexpr = data.shape[0] // 4
-    words = tl.reshape(data.to(tl.uint8, bitcast=True).to(tl.int32), [4, height, data.shape[1]])
-    shift = 8 * tl.arange(0, 4)
-    return tl.trans(tl.sum(words << shift[:, None, None], axis=0))
+    height: tl.constexpr = y.shape[0] // 4
+    if INTERPRETED_:
+        data = cast(y, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32)
+        shift = 8 * tl.arange(0, 4)
+        words = tl.sum(tl.reshape(data, [4, height, y.shape[1]]) << shift[:, None, None], axis=0)
+    else:
+        quarters = tl.permute(tl.reshape(y, [2, 2, height, y.shape[1]]), [2, 3, 1, 0])
+        even, odd = tl.split(quarters)
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        FOUR: tl.constexpr = (
+            "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high};}"
+            if LIMIT == 448.0
+            else "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high};}"
+        )
+        words = tl.inline_asm_elementwise(
+            FOUR, "=r,f,f,f,f", [first, second, third, fourth], tl.int32, is_pure=True, pack=1
+        )
+    return tl.trans(words)
 
 
 @triton.jit
@@ -158,11 +216,37 @@ def scale_of(amax, LIMIT: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_2: tl.co
     """:func:`functional_te.quantization.scaling.current_scale` of float32 ``amax``."""
     floored = tl.where(amax < EPSILON, EPSILON, amax)
     usable = (floored > 0.0) & (floored < float("inf"))
-    scale = divide(LIMIT + tl.zeros_like(floored), tl.where(usable, floored, 1.0))
-    scale = tl.where(scale == float("inf"), OVERFLOW, scale)
     if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # Of LIMIT / amax, whose mantissa goes, only the exponent is needed. LIMIT is 1.75 * 2**top, and no float32
+        # quotient rounds up to a power of two: its exponent is top - exponent(amax), one less for mantissas above 1.75.
+        top: tl.constexpr = 8 if LIMIT == 448.0 else 15
+        exponent = 254 + top - ((floored.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)
+        largest = (OVERFLOW + tl.zeros_like(floored)).to(tl.int32, bitcast=True) & 0x7F800000
+        scale = tl.where(exponent > 254, largest, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = divide(LIMIT + tl.zeros_like(floored), tl.where(usable, floored, 1.0))
+        scale = tl.where(scale == float("inf"), OVERFLOW, scale)
     return tl.where(usable, scale, 1.0)
+
+
+@triton.jit
+def inverse_of(scale, POWER_OF_2: tl.constexpr):
+    """``1 / scale`` of a float32 scale that :func:`scale_of` made."""
+    if POWER_OF_2:
+        bits = scale.to(tl.int32, bitcast=True)
+        # half of the smallest normal number is the inverse of the largest power of two
+        return tl.where(bits == 0x7F000000, 0x400000, 0x7F000000 - bits).to(tl.float32, bitcast=True)
+    else:
+        return divide(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def below(place, size, WHOLE: tl.constexpr):
+    """Which of some rows or columns lie inside of a matrix; all do if WHOLE, which leaves nothing to mask."""
+    if WHOLE:
+        return tl.full(place.shape, True, tl.int1)
+    else:
+        return place < size
 
 
 @triton.jit
@@ -195,6 +279,7 @@ def store_tile(
     EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Round, observe, cast and write a tile.
 
@@ -211,8 +296,9 @@ def store_tile(
         PACK: whether ``row`` is in the order of :func:`rows_of_tile` and ``col_data`` is written in words of four.
         ROUND: see :func:`round_through`.
         LIMIT, EPSILON, POWER_OF_2, OVERFLOW: of the quantizer, see :func:`scale_of`.
+        WHOLE: see :func:`whole`.
     """
-    rows, cols = row < M, col < N
+    rows, cols = below(row, M, WHOLE), below(col, N, WHOLE)
     inside = rows[:, None] & cols[None, :]
     if END == "plain":
         tl.store(row_data + offsets(row, col, N), rounded(y, row_data), mask=inside)
@@ -232,7 +318,7 @@ def store_tile(
                 else:
                     factor = scale_of(tl.load(amax), LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                 if first:
-                    inverse = divide(1.0, factor)
+                    inverse = inverse_of(factor, POWER_OF_2)
                     if ROWWISE:
                         tl.store(row_scale, inverse)
                     if COLUMNWISE:
@@ -241,7 +327,7 @@ def store_tile(
             elif END == "block_2d":
                 largest = tl.max(bits_of(y)).to(tl.float32, bitcast=True)
                 own = scale_of(largest, LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
-                inverse = divide(1.0, own)
+                inverse = inverse_of(own, POWER_OF_2)
                 zero = tl.full([], 0, tl.int64)
                 down, across = zero + top // 128, zero + left // 128
                 if (top < M) and (left < N):
@@ -257,7 +343,7 @@ def store_tile(
                     largest = tl.max(bits_of(y), axis=1).to(tl.float32, bitcast=True)
                     own = scale_of(largest, LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                     place = row.to(tl.int64) * tl.cdiv(N, 128) + left // 128
-                    inverse = divide(tl.full(own.shape, 1.0, tl.float32), own)
+                    inverse = inverse_of(own, POWER_OF_2)
                     tl.store(row_scale + place, inverse, mask=rows & (left < N))
                     by_row = y * own[:, None]
                 tl.store(row_data + offsets(row, col, N), cast(by_row, LIMIT), mask=inside)
@@ -267,16 +353,15 @@ def store_tile(
                     largest = tl.max(bits_of(y), axis=0).to(tl.float32, bitcast=True)
                     own = scale_of(largest, LIMIT, EPSILON, POWER_OF_2, OVERFLOW)
                     place = col.to(tl.int64) * tl.cdiv(M, 128) + top // 128
-                    inverse = divide(tl.full(own.shape, 1.0, tl.float32), own)
+                    inverse = inverse_of(own, POWER_OF_2)
                     tl.store(col_scale + place, inverse, mask=cols & (top < M))
                     by_col = y * own[None, :]
-                data = cast(by_col, LIMIT)
                 if PACK:
-                    word = top // 4 + tl.arange(0, data.shape[0] // 4)
-                    held = cols[:, None] & (word < M // 4)[None, :]
-                    tl.store(as_words(col_data) + offsets(col, word, M // 4), packed(data), mask=held)
+                    word = top // 4 + tl.arange(0, y.shape[0] // 4)
+                    held = cols[:, None] & below(word, M // 4, WHOLE)[None, :]
+                    tl.store(as_words(col_data) + offsets(col, word, M // 4), cast_words(by_col, LIMIT), mask=held)
                 else:
-                    tl.store(col_data + offsets(col, row, M), tl.trans(data), mask=tl.trans(inside))
+                    tl.store(col_data + offsets(col, row, M), tl.trans(cast(by_col, LIMIT)), mask=tl.trans(inside))
 
 
 @dataclasses.dataclass
@@ -367,6 +452,15 @@ def sized(case: str, bound: BoundQuantizer | None) -> str:
     if not in_blocks(bound):
         return case
     return f"{case}_block_1d" if bound.quantizer.block_scaling_dim == 1 else f"{case}_block"  # type: ignore[union-attr]
+
+
+def whole(rows: Any, cols: Any, height: int, width: int) -> bool:
+    """Whether tiles of ``height`` by ``width`` cover a matrix ``[rows, cols]`` exactly, as far as is known."""
+    return statically_known_true(rows % height == 0) and statically_known_true(cols % width == 0) and _some(rows, cols)
+
+
+def _some(rows: Any, cols: Any) -> bool:
+    return statically_known_true(rows > 0) and statically_known_true(cols > 0)
 
 
 def _packs(rows: Any, tile: tuple[int, int, int]) -> bool:
