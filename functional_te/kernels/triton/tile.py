@@ -160,6 +160,12 @@ def cast(y, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def byte(y, LIMIT: tl.constexpr):
+    """:func:`cast` of ``y`` as the low byte of an int32."""
+    return cast(y, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
 def rows_of_tile(top, BM: tl.constexpr, PACK: tl.constexpr):
     """Rows of a tile from ``top`` on, int32 ``[BM]``; with PACK in the order that :func:`cast_words` wants."""
     row = tl.arange(0, BM)
@@ -177,21 +183,18 @@ def cast_words(y, LIMIT: tl.constexpr):
     and the transposition moves words instead of bytes.
     """
     height: tl.constexpr = y.shape[0] // 4
+    quarters = tl.permute(tl.reshape(y, [2, 2, height, y.shape[1]]), [2, 3, 0, 1])
+    even, odd = tl.split(quarters)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
     if INTERPRETED_:
-        data = cast(y, LIMIT).to(tl.uint8, bitcast=True).to(tl.int32)
-        shift = 8 * tl.arange(0, 4)
-        words = tl.sum(tl.reshape(data, [4, height, y.shape[1]]) << shift[:, None, None], axis=0)
+        words = (
+            byte(first, LIMIT) | (byte(second, LIMIT) << 8) | (byte(third, LIMIT) << 16) | (byte(fourth, LIMIT) << 24)
+        )
     else:
-        quarters = tl.permute(tl.reshape(y, [2, 2, height, y.shape[1]]), [2, 3, 1, 0])
-        even, odd = tl.split(quarters)
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
+        TWICE: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 " if LIMIT == 448.0 else "cvt.rn.satfinite.e5m2x2.f32 "
         FOUR: tl.constexpr = (
-            "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high};}"
-            if LIMIT == 448.0
-            else "{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;"
-            " cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high};}"
+            "{.reg .b16 low, high; " + TWICE + "low, $2, $1; " + TWICE + "high, $4, $3; mov.b32 $0, {low, high};}"
         )
         words = tl.inline_asm_elementwise(
             FOUR, "=r,f,f,f,f", [first, second, third, fourth], tl.int32, is_pure=True, pack=1

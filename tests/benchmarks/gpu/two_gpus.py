@@ -1,7 +1,7 @@
 """Two GPUs against one: ``torchrun --nproc-per-node 2 -m tests.benchmarks.gpu.two_gpus [--out FILE]``.
 
-Rows: an MLP block in tensor parallel, and steps of a Llama of about a billion parameters under FSDP2, ours and
-torchao's, each as a ratio to one GPU in the same run. Beside the block stands what ``graph.scale`` predicts for it.
+Rows: messages alone and beside products; an MLP block in tensor parallel; and steps of a Llama of about a billion
+parameters under FSDP2, ours and torchao's, each as a ratio to one GPU in the same run. Beside the block stands what ``graph.scale`` predicts for it.
 Without GPUs everything is tiny, which shows that it runs, and means nothing.
 """
 
@@ -12,7 +12,7 @@ import importlib
 import json
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import bridge
 import functional_te as fte
 from bridge import distributed, ops
+from functional_te.kernels import collectives
 from tests.benchmarks.gpu.blocks import mlp_chain
 from tests.benchmarks.gpu.contestants import RECIPES
 from tests.benchmarks.gpu.converted import HEAD, llama
@@ -44,6 +45,81 @@ def median(run: Callable[[], Any], device: str, count: int) -> float:
 def _compiled(model: torch.nn.Module, device: str) -> Any:
     backend = "inductor" if device == "cuda" else "aot_eager"  # C++ for FP8 compiles for minutes
     return torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+
+
+# ---- messages
+
+
+def link_rows(device: str, count: int) -> list[dict[str, Any]]:
+    """Rates and latencies of messages, as :class:`functional_te.graph.Link` counts them."""
+    size, found = dist.get_world_size(), []
+    rank = (size - 1) / size
+    for megabytes in (0.001, 32, 256) if device == "cuda" else (0.001,):
+        gathered = torch.zeros(int(megabytes * 2**20) // size * size, dtype=torch.uint8, device=device)
+        part = torch.empty(gathered.numel() // size, dtype=torch.uint8, device=device)
+        sums = gathered.view(torch.bfloat16)
+        calls: dict[str, Callable[[], Any]] = {
+            "all-gather": lambda part=part: collectives.all_gather(part, "", size),
+            "reduce-scatter": lambda sums=sums: collectives.reduce_scatter(sums, "", size),
+            "all-reduce": lambda sums=sums: collectives.all_reduce(sums, "", size),
+        }
+        for kind, call in calls.items():
+            ms = median(call, device, count)
+            sent = gathered.numel() * rank * (2 if kind == "all-reduce" else 1)
+            found.append({"row": f"{kind} of {megabytes} MiB", "ms": ms, "GB/s": sent / ms / 1e6})
+    return found
+
+
+def overlap_rows(device: str, count: int) -> list[dict[str, Any]]:
+    """The products of the block beside their messages: one after the other, and as PyTorch pipelines them.
+
+    The pipelined ones copy between GPUs through symmetric memory, without multicast.
+    """
+    if device != "cuda":
+        return []
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    name = group.group_name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        memory.enable_symm_mem_for_group(name)
+    tokens, hidden, inner = 8192, 4096, 14336
+    one, fp8 = torch.ones((), device=device), torch.float8_e4m3fn
+    part = torch.randn(tokens // size, hidden, device=device).to(fp8)
+    column = torch.randn(2 * inner // size, hidden, device=device).to(fp8)
+    wide = torch.randn(tokens, inner // size, device=device).to(fp8)
+    row = torch.randn(hidden, inner // size, device=device).to(fp8)
+    whole = torch.randn(tokens, hidden, device=device).to(fp8)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def gather_apart() -> None:
+        product(collectives.all_gather(part, "", size), column)
+
+    def gather_pipelined() -> None:
+        torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            part, [column.t()], one, [one], 0, name, [None], [None], [torch.bfloat16], [True]
+        )
+
+    def scatter_apart() -> None:
+        collectives.reduce_scatter(product(wide, row), "", size)
+
+    def scatter_pipelined() -> None:
+        torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            wide, row.t(), one, one, "sum", 0, 0, name, [tokens, hidden], None, None, torch.bfloat16, True
+        )
+
+    cases: dict[str, Callable[[], Any]] = {
+        "product of the gathered": lambda: product(whole, column),
+        "all-gather, then product": gather_apart,
+        "all-gather and product pipelined": gather_pipelined,
+        "product of the summed": lambda: product(wide, row),
+        "product, then reduce-scatter": scatter_apart,
+        "product and reduce-scatter pipelined": scatter_pipelined,
+    }
+    return [{"row": name, "ms": median(case, device, count)} for name, case in cases.items()]
 
 
 # ---- an MLP block
@@ -138,10 +214,10 @@ def _step(kind: str, device: str, shards: bool) -> tuple[Callable[[], None], int
     return run, tokens.numel(), end
 
 
-def llama_rows(device: str, count: int) -> list[dict[str, Any]]:
+def llama_rows(device: str, count: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Tokens per second of one GPU and of all of them."""
     found = []
-    for kind in (RECIPE, "current", "torchao", "torch"):
+    for kind in kinds:
         rates = []
         for shards in (False, True):
             release(device, compiled=True)
@@ -155,23 +231,35 @@ def llama_rows(device: str, count: int) -> list[dict[str, Any]]:
     return found
 
 
+PARTS: dict[str, Callable[..., list[dict[str, Any]]]] = {
+    "links": link_rows,
+    "overlap": overlap_rows,
+    "mlp": mlp_rows,
+    "llama": llama_rows,
+}
+
+
 def main() -> None:
     """Measure, and print the rows on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
     parser.add_argument("--count", type=int, default=20, help="calls that are timed")
-    parser.add_argument("--only", choices=("mlp", "llama"), help="half of the rows")
+    parser.add_argument("--only", default="", help=f"parts, separated by commas: {', '.join(PARTS)}; default: all")
+    parser.add_argument("--llama", default="delayed,current,torchao,torch", help="contestants of the Llama")
     arguments = parser.parse_args()
     rank, _ = distributed.initialize()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
-    for name, measure in (("mlp", mlp_rows), ("llama", llama_rows)):
-        if arguments.only in (None, name):
-            rows += measure(device, arguments.count)
-    for row in rows if rank == 0 else ():
-        print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
-    if rank == 0 and arguments.out is not None:
-        arguments.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    for name, measure in PARTS.items():
+        if arguments.only and name not in arguments.only.split(","):
+            continue
+        more = measure(device, arguments.count, **({"kinds": arguments.llama.split(",")} if name == "llama" else {}))
+        rows += more
+        for row in more if rank == 0 else ():
+            shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+            print(shown, flush=True)
+        if rank == 0 and arguments.out is not None:
+            arguments.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 
