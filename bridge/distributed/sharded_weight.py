@@ -11,6 +11,7 @@ Bits are those of the cast of the whole weight in the parameter dtype of the mix
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,8 @@ class _Weights:
         dtype: the dtype that weights are rounded to before they are cast, or None.
         quantizer: what a gathered weight says it was cast with.
         scales: by key of a weight its scale and the reciprocal, float32 ``[1]``.
+        casts: by key of a weight the values that were cast, and what is sent of them, uint8; FSDP2 gathers a weight
+            twice in a step, and asks for one after the other, which kept the host busy for as long as the GPU.
         packs: for every weight what it is cast as one with.
         places: the number of that, for every weight.
         fresh: whether no weight was written to since they were computed.
@@ -64,6 +67,7 @@ class _Weights:
         self.model = weakref.ref(model)
         self.dtype, self.quantizer = dtype, quantizer
         self.scales: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.casts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.packs: tuple[str, ...] = ()
         self.places = torch.empty(0, dtype=torch.int64)
         self.fresh = False
@@ -93,7 +97,22 @@ class _Weights:
         for index, (_, own) in enumerate(found):
             self.scales[own.key] = (table[0, index, :1], table[1, index, :1])
             own.known = True
+        self.casts = {own.key: (own.value, self.cast(own)) for _, own in found}
         self.fresh = True
+
+    def cast(self, weight: ShardedWeight) -> torch.Tensor:
+        """The bytes of a weight, cast with its scale."""
+        value = weight.value if self.dtype is None else weight.value.to(self.dtype)
+        given = Float8DelayedScalingQuantizer(dtype=self.quantizer.dtype)
+        k = kernels(resolve_backend("auto", value.device.type))
+        cast, _ = k.quantize(value, BoundQuantizer(quantizer=given, scale=self.scales[weight.key][0]))
+        data: torch.Tensor = cast.data.view(torch.uint8)
+        return data
+
+    def cast_of(self, weight: ShardedWeight) -> torch.Tensor:
+        """:meth:`cast`, as it was made with the scales if the weight has the same values still."""
+        value, data = self.casts.get(weight.key, (None, None))
+        return data if data is not None and value is weight.value else self.cast(weight)
 
     def scale_of(self, weight: ShardedWeight) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale of a weight and its reciprocal. A collective after a write to any weight."""
@@ -229,45 +248,40 @@ class ShardedWeight(torch.Tensor):
         if mp_policy.param_dtype is not self.weights.dtype:
             wanted = f"the parameter dtype {mp_policy.param_dtype} of the mixed precision policy"
             raise value_error(_WHERE, "dtype", wanted, self.weights.dtype)
-        scale, scale_inv = self.weights.scale_of(self)
-        value = self.value if self.weights.dtype is None else self.value.to(self.weights.dtype)
+        _, scale_inv = self.weights.scale_of(self)
+        data = self.weights.cast_of(self)
         rows = -(-outer_size[0] // mesh.size())
-        given = Float8DelayedScalingQuantizer(dtype=self.weights.quantizer.dtype)
-        k = kernels(resolve_backend("auto", value.device.type))
-        cast, _ = k.quantize(value, BoundQuantizer(quantizer=given, scale=scale))
-        data = cast.data.view(torch.uint8)
         if data.shape[0] < rows:  # the last ranks of an uneven sharding
             data = torch.cat((data, data.new_zeros(rows - data.shape[0], *data.shape[1:])))
         return (data,), (scale_inv, outer_size[0])
+
+    # FSDP2 asks for it on every call
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
         """The weight over the bytes that came, and what FSDP2 is to free with them; or the same in place of ``out``."""
         scale_inv, rows = metadata
         quantizer = self.weights.quantizer
         data = outputs[0].view(quantizer.dtype)[:rows]
-        transposed = _reads_transposed(quantizer, data.device)
+        k = kernels(resolve_backend("auto", data.device.type))
         if out is not None:
             out.rowwise_scale_inv = scale_inv
-            if transposed:
+            if k.transposed_copies:
                 with compat.preserved_versions((out.columnwise_data,)):
-                    out.columnwise_data.copy_(data.t())
+                    k.transpose(data, out.columnwise_data)
                 out.columnwise_scale_inv = scale_inv
             return None
-        columnwise = {"columnwise_data": data.t().contiguous(), "columnwise_scale_inv": scale_inv} if transposed else {}
+        columnwise = {}
+        if k.transposed_copies:
+            columnwise = {"columnwise_data": k.transpose(data), "columnwise_scale_inv": scale_inv}
         whole = QuantizedTensor(
             rowwise_data=data,
             rowwise_scale_inv=scale_inv,
             **columnwise,
             dtype=param_dtype,
-            quantizer=quantizer.with_usage(True, transposed),
+            quantizer=quantizer.with_usage(True, k.transposed_copies),
         )
         return QuantizedWeight.from_quantized(whole), tuple(columnwise.values())[:1]
-
-
-def _reads_transposed(quantizer: Quantizer, device: torch.device) -> bool:
-    """Whether products on a device read a transposed copy too."""
-    del quantizer
-    return kernels(resolve_backend("auto", device.type)).transposed_copies
 
 
 _aten = torch.ops.aten

@@ -47,6 +47,7 @@ class Fused:
     dropout: Callable[..., Any] | None = None
     close_step: Callable[..., Any] | None = None
     copies: Callable[..., Any] | None = None
+    transpose: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +283,14 @@ class Backend:
                 return done
         dx, dweight, dbias = self.layer_norm_backward(dy, x, weight, mean, rstd, **how)
         return _rounded(dx, dtype), _rounded(dweight, weight.dtype), _rounded(dbias, weight.dtype)
+
+    def transpose(self, data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The transposed copy ``[n, m]`` of data ``[m, n]``, written to ``out`` if it is given."""
+        if self.fused.transpose is not None and data.is_contiguous() and (out is None or out.is_contiguous()):
+            done: Any = self.fused.transpose(data, out)
+            if done is not None:
+                return done
+        return data.t().contiguous() if out is None else out.copy_(data.t())
 
     def dropout(
         self,

@@ -89,12 +89,12 @@ def tp_cast(
     quantizer = bound.quantizer
     if isinstance(quantizer, Float8DelayedScalingQuantizer):
         own, amax = kernels.quantize(x, _given(quantizer, bound.scale), dtype)
-        return _gathered(own, quantizer, tp), collectives.greatest(amax, tp.group, tp.size)
+        return _gathered(own, quantizer, tp, kernels), collectives.greatest(amax, tp.group, tp.size)
     if isinstance(quantizer, Float8CurrentScalingQuantizer):
         amax = collectives.greatest(amax_of(x), tp.group, tp.size)
         scale = current_scale(amax, quantizer.limit, epsilon=quantizer.amax_epsilon, power_of_2=quantizer.power_2_scale)
         own, _ = kernels.quantize(x, _given(quantizer, scale), dtype)
-        return _gathered(own, quantizer, tp), None
+        return _gathered(own, quantizer, tp, kernels), None
     cast: tuple[QuantizedTensor, torch.Tensor | None] = kernels.quantize(tp_gather(x, tp), bound, dtype)
     return cast
 
@@ -104,12 +104,12 @@ def _given(quantizer: Quantizer, scale: torch.Tensor | None) -> BoundQuantizer:
     return BoundQuantizer(quantizer=Float8DelayedScalingQuantizer(dtype=quantizer.dtype), scale=scale)
 
 
-def _gathered(own: QuantizedTensor, quantizer: Quantizer, tp: TensorParallel) -> QuantizedTensor:
+def _gathered(own: QuantizedTensor, quantizer: Quantizer, tp: TensorParallel, kernels: Backend) -> QuantizedTensor:
     """Rowwise FP8 data of all ranks, with the copies that ``quantizer`` makes."""
     data = tp_gather(own.data, tp)
     fields: dict[str, Any] = {"rowwise_data": data, "rowwise_scale_inv": own.scale_inv} if quantizer.rowwise else {}
     if quantizer.columnwise:
-        fields["columnwise_data"] = data.reshape(-1, data.shape[-1]).t().contiguous()
+        fields["columnwise_data"] = kernels.transpose(data.reshape(-1, data.shape[-1]))
         fields["columnwise_scale_inv"] = own.scale_inv.clone()
     return pytree.replace(own, **{"rowwise_data": None, "rowwise_scale_inv": None, **fields}, quantizer=quantizer)
 

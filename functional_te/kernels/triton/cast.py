@@ -9,13 +9,25 @@ import triton.language as tl
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import Target, below, offsets, rows_of_tile, sized, store_tile, target, whole
+from functional_te.kernels.triton.tile import (
+    Target,
+    as_words,
+    below,
+    offsets,
+    quarters_of,
+    rows_of_tile,
+    sized,
+    store_tile,
+    target,
+    whole,
+)
 from functional_te.quantization.cast import quantize_bound
 from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
+from functional_te.torch_compat import statically_known_true
 
-__all__ = ["cast_bias", "quantize"]
+__all__ = ["cast_bias", "quantize", "transpose"]
 
 
 @triton.jit
@@ -78,6 +90,44 @@ def _cast_kernel(
         OVERFLOW,
         WHOLE,
     )
+
+
+@triton.jit
+def _transpose_kernel(x, y, M, N, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Bytes of ``y [N, M]``, four rows of ``x [M, N]`` at a time, as :func:`store_tile` writes a transposed cast."""
+    across = tl.maximum(tl.cdiv(N, BN), 1)
+    tile = tl.program_id(0)
+    top, left = (tile // across) * BM, (tile % across) * BN
+    row = rows_of_tile(top, BM, True)
+    col = left + tl.arange(0, BN)
+    cols = below(col, N, WHOLE)
+    source = x.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets(row, col, N)
+    data = tl.load(source, mask=below(row, M, WHOLE)[:, None] & cols[None, :], other=0).to(tl.int32)
+    first, second, third, fourth = quarters_of(data)
+    words = tl.trans(first | (second << 8) | (third << 16) | (fourth << 24))
+    word = top // 4 + tl.arange(0, BM // 4)
+    tl.store(as_words(y) + offsets(col, word, M // 4), words, mask=cols[:, None] & below(word, M // 4, WHOLE)[None, :])
+
+
+def transpose(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    """A transposed copy of FP8 data.
+
+    Args:
+        x: ``[M, N]`` of an 8-bit dtype, contiguous.
+        out: ``[N, M]``, contiguous, to write to; None makes a new one.
+
+    Returns:
+        The copy. None where M is no multiple of 4.
+    """
+    rows, cols = x.shape
+    if not statically_known_true(rows % 4 == 0):
+        return None
+    out = torch.empty((cols, rows), dtype=x.dtype, device=x.device) if out is None else out
+    bm, bn, warps = tile_size("transpose", rows, cols)
+    grid = (blocks(rows, bm) * blocks(cols, bn),)
+    fits = whole(rows, cols, bm, bn)
+    launch(_transpose_kernel, grid, x, x, out, rows, cols, WHOLE=fits, BM=bm, BN=bn, num_warps=warps)
+    return out
 
 
 def quantize(

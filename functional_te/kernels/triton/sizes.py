@@ -39,6 +39,7 @@ TILES: dict[str, tuple[int, int, int]] = {
     "gated_grad": (32, 128, 8),
     "gated_grad_block": (128, 128, 8),
     "gated_grad_block_1d": (128, 128, 8),
+    "transpose": (64, 128, 4),
     "sum_rows": (32, 32, 4),
     "dropout": (8, 1024, 4),
 }

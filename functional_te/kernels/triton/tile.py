@@ -36,6 +36,15 @@ from functional_te.torch_compat import statically_known_true
 
 INTERPRETED_ = tl.constexpr(INTERPRETED)
 
+
+def _word(kind: str) -> Any:
+    """PTX that casts four float32 numbers to a word, the first in its lowest byte."""
+    pair = f"cvt.rn.satfinite.{kind}x2.f32"
+    return tl.constexpr(f"{{.reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; mov.b32 $0, {{low, high}};}}")
+
+
+E4M3_WORD, E5M2_WORD = _word("e4m3"), _word("e5m2")
+
 __all__ = [
     "Target",
     "divide",
@@ -86,7 +95,7 @@ def rounded(y, data):
 def round_through(y, ROUND: tl.constexpr):
     """Float32 ``y`` rounded to bfloat16 (1) or float16 (2), as float32 again; 0 leaves it."""
     if ROUND == 1:
-        if INTERPRETED_:
+        if INTERPRETED_ or y.numel < 2:
             y = to_bfloat16(y).to(tl.float32)
         else:
             # two at a time, which is an instruction of full rate; one is not
@@ -148,15 +157,19 @@ def cast_in_interpreter(y, BITS: tl.constexpr, LOWEST: tl.constexpr, TYPE: tl.co
 @triton.jit
 def cast(y, LIMIT: tl.constexpr):
     """Float32 ``y`` in the FP8 type whose largest value is ``LIMIT``: to nearest even, saturating, NaN stays."""
-    if LIMIT == 448.0:
-        if INTERPRETED_:
-            return cast_in_interpreter(saturate(y, LIMIT), 3, -6, tl.float8e4nv)
+    TYPE: tl.constexpr = tl.float8e4nv if LIMIT == 448.0 else tl.float8e5
+    if INTERPRETED_:
+        if LIMIT == 448.0:
+            data = cast_in_interpreter(saturate(y, LIMIT), 3, -6, TYPE)
         else:
-            return y.to(tl.float8e4nv)  # by an instruction that saturates
-    elif INTERPRETED_:
-        return cast_in_interpreter(saturate(y, LIMIT), 2, -14, tl.float8e5)
+            data = cast_in_interpreter(saturate(y, LIMIT), 2, -14, TYPE)
     else:
-        return y.to(tl.float8e5)
+        # Four at a time, by an instruction that saturates. Of Triton's own conversion, in pairs, ptxas (12.8) loses
+        # some where both a transposed and another copy need them.
+        FOUR: tl.constexpr = E4M3_WORD if LIMIT == 448.0 else E5M2_WORD
+        data = tl.inline_asm_elementwise(FOUR, "=r,f,f,f,f", [y], tl.int8, is_pure=True, pack=4)
+        data = data.to(TYPE, bitcast=True)
+    return data
 
 
 @triton.jit
@@ -176,29 +189,31 @@ def rows_of_tile(top, BM: tl.constexpr, PACK: tl.constexpr):
 
 
 @triton.jit
+def quarters_of(y):
+    """The four quarters of the rows of ``y [BM, BN]``, each ``[BM / 4, BN]``."""
+    height: tl.constexpr = y.shape[0] // 4
+    even, odd = tl.split(tl.permute(tl.reshape(y, [2, 2, height, y.shape[1]]), [2, 3, 0, 1]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
 def cast_words(y, LIMIT: tl.constexpr):
     """:func:`cast` of ``y [BM, BN]`` to words of four rows, int32 ``[BN, BM / 4]``; rows as in :func:`rows_of_tile`.
 
     Four rows lie a quarter of the tile apart, where one thread has them, so that packing moves nothing between threads
     and the transposition moves words instead of bytes.
     """
-    height: tl.constexpr = y.shape[0] // 4
-    quarters = tl.permute(tl.reshape(y, [2, 2, height, y.shape[1]]), [2, 3, 0, 1])
-    even, odd = tl.split(quarters)
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
+    first, second, third, fourth = quarters_of(y)
     if INTERPRETED_:
         words = (
             byte(first, LIMIT) | (byte(second, LIMIT) << 8) | (byte(third, LIMIT) << 16) | (byte(fourth, LIMIT) << 24)
         )
     else:
-        TWICE: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 " if LIMIT == 448.0 else "cvt.rn.satfinite.e5m2x2.f32 "
-        FOUR: tl.constexpr = (
-            "{.reg .b16 low, high; " + TWICE + "low, $2, $1; " + TWICE + "high, $4, $3; mov.b32 $0, {low, high};}"
-        )
-        words = tl.inline_asm_elementwise(
-            FOUR, "=r,f,f,f,f", [first, second, third, fourth], tl.int32, is_pure=True, pack=1
-        )
+        FOUR: tl.constexpr = E4M3_WORD if LIMIT == 448.0 else E5M2_WORD
+        values = [first, second, third, fourth]
+        words = tl.inline_asm_elementwise(FOUR, "=r,f,f,f,f", values, tl.int32, is_pure=True, pack=1)
     return tl.trans(words)
 
 

@@ -29,16 +29,16 @@ def sizes(device: str) -> dict[str, int]:
     return {**names, "num_key_value_heads": 4, "vocab_size": 32000, "batch": 4, "context": 2048}
 
 
-def llama(device: str) -> tuple[Any, torch.Tensor]:
-    """A random Llama in bfloat16, and a batch of tokens."""
+def llama(device: str, batch: int | None = None) -> tuple[Any, torch.Tensor]:
+    """A random Llama in bfloat16, and a batch of tokens: of the usual size, or of some sequences."""
     chosen = sizes(device)
-    batch, context = chosen.pop("batch"), chosen.pop("context")
+    usual, context = chosen.pop("batch"), chosen.pop("context")
     library = importlib.import_module("transformers")
     config = library.LlamaConfig(**chosen, max_position_embeddings=context, use_cache=False, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = library.LlamaForCausalLM(config).to(torch.bfloat16)
-        tokens = torch.randint(chosen["vocab_size"], (batch, context))
+        tokens = torch.randint(chosen["vocab_size"], (batch or usual, context))
     return model, tokens
 
 

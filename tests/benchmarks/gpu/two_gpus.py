@@ -1,8 +1,8 @@
 """Two GPUs against one: ``torchrun --nproc-per-node 2 -m tests.benchmarks.gpu.two_gpus [--out FILE]``.
 
 Rows: messages alone and beside products; an MLP block in tensor parallel; and steps of a Llama of about a billion
-parameters under FSDP2, ours and torchao's, each as a ratio to one GPU in the same run. Beside the block stands what ``graph.scale`` predicts for it.
-Without GPUs everything is tiny, which shows that it runs, and means nothing.
+parameters under FSDP2, ours and torchao's, each as a ratio to one GPU in the same run. Beside the block stands what
+``graph.scale`` predicts for it. Without GPUs everything is tiny, which shows that it runs, and means nothing.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def mlp_rows(device: str, count: int) -> list[dict[str, Any]]:
 # ---- a Llama
 
 
-def _step(kind: str, device: str, shards: bool) -> tuple[Callable[[], None], int, Callable[[], Any]]:
+def _step(kind: str, device: str, shards: bool, batch: int | None) -> tuple[Callable[[], None], int, Callable[[], Any]]:
     """A training step at the same batch per GPU, its tokens, and what ends it."""
-    model, tokens = llama(device)
+    model, tokens = llama(device, batch)
     end: Callable[[], Any] = lambda: None  # noqa: E731
     after: Callable[[], Any] = lambda: None  # noqa: E731
     if kind == "torchao":
@@ -201,6 +201,7 @@ def _step(kind: str, device: str, shards: bool) -> tuple[Callable[[], None], int
         model.model.layers[index] = _compiled(layer, device)
         if shards:
             fully_shard(model.model.layers[index])
+    model.loss_function = _compiled(model.loss_function, device)  # without copies of the logits
     if shards:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -214,14 +215,14 @@ def _step(kind: str, device: str, shards: bool) -> tuple[Callable[[], None], int
     return run, tokens.numel(), end
 
 
-def llama_rows(device: str, count: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+def llama_rows(device: str, count: int, kinds: Sequence[str], batch: int | None) -> list[dict[str, Any]]:
     """Tokens per second of one GPU and of all of them."""
-    found = []
+    found: list[dict[str, Any]] = []
     for kind in kinds:
         rates = []
         for shards in (False, True):
             release(device, compiled=True)
-            run, tokens, end = _step(kind, device, shards)
+            run, tokens, end = _step(kind, device, shards, batch)
             ms = median(run, device, count)
             end()
             rates.append((dist.get_world_size() if shards else 1) * tokens / ms * 1e3)
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="calls that are timed")
     parser.add_argument("--only", default="", help=f"parts, separated by commas: {', '.join(PARTS)}; default: all")
     parser.add_argument("--llama", default="delayed,current,torchao,torch", help="contestants of the Llama")
+    parser.add_argument("--batch", type=int, help="sequences of the Llama for each GPU")
     arguments = parser.parse_args()
     rank, _ = distributed.initialize()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,7 +255,11 @@ def main() -> None:
     for name, measure in PARTS.items():
         if arguments.only and name not in arguments.only.split(","):
             continue
-        more = measure(device, arguments.count, **({"kinds": arguments.llama.split(",")} if name == "llama" else {}))
+        more = measure(
+            device,
+            arguments.count,
+            **({"kinds": arguments.llama.split(","), "batch": arguments.batch} if name == "llama" else {}),
+        )
         rows += more
         for row in more if rank == 0 else ():
             shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}

@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 
+from functional_te.kernels import kernels
 from functional_te.quantization.cast import quantize_bound
-from functional_te.quantization.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
+from functional_te.quantization.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from functional_te.quantization.tensor import BoundQuantizer
 
-from .casting import E4M3, ENDS, FORMATS, assert_cast, bound_to
+from .casting import E4M3, E5M2, ENDS, FORMATS, assert_cast, bound_to
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -37,6 +38,12 @@ def cast_bias(*args, **kwargs):
     from functional_te.kernels.triton import cast
 
     return cast.cast_bias(*args, **kwargs)
+
+
+def transpose(*args, **kwargs):
+    from functional_te.kernels.triton import cast
+
+    return cast.transpose(*args, **kwargs)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -156,3 +163,37 @@ def test_other_dtypes_are_cast_by_the_reference(dtype: torch.dtype, device: str)
     bound = BoundQuantizer(quantizer=Float8CurrentScalingQuantizer(dtype=torch.float8_e4m3fn, columnwise=True))
     made, wanted = quantize(x, bound)[0], quantize_bound(x, bound)[0]
     assert torch.equal(made.dequantize(torch.float32), wanted.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("element", [E4M3, E5M2])
+def test_scales_of_every_exponent(element: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    """Powers of two that come from bits are those of the quotient: at its edges, of subnormal numbers, of specials."""
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF], dtype=torch.int32)
+    # the interpreter reads subnormal numbers in bfloat16 wrongly
+    exponents = torch.arange(1 if dtype is BF16 and device == "cpu" else 0, 256, dtype=torch.int32)
+    peaks = ((exponents[:, None] << 23) | mantissas).flatten().view(F32).to(dtype)
+    x = torch.zeros((len(peaks), 4), dtype=dtype, device=device)
+    x[:, 2] = peaks.to(device)
+    bound = bound_to(Float8BlockQuantizer(element, columnwise=True, block_scaling_dim=1), device)
+    assert_cast(quantize(x, bound), x, bound, dtype)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (64, 128), (72, 33), (132, 260), (0, 5), (8, 0)])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.uint8])
+def test_transpose(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    x = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(dtype)
+    made, out = transpose(x), torch.empty(shape[::-1], dtype=dtype, device=device)
+    assert made.is_contiguous()
+    assert transpose(x, out) is out
+    for found in (made, out):
+        assert torch.equal(found.view(torch.uint8), x.view(torch.uint8).t())
+
+
+def test_transpose_of_other_rows(device: str) -> None:
+    """Words of four rows need a multiple of four; a backend copies others."""
+    x = torch.randint(0, 256, (6, 5), dtype=torch.uint8, device=device)
+    assert transpose(x) is None
+    backend = kernels("triton")
+    assert torch.equal(backend.transpose(x), x.t())
+    assert torch.equal(backend.transpose(x[:4].t(), torch.empty(4, 5, dtype=x.dtype, device=device)), x[:4])
