@@ -2,7 +2,8 @@
 
 The only module that calls torch's functional collectives and looks groups up by name. Those are private, but the
 public ones write into their arguments, so a compiled graph cannot hold them as nodes among others; a test fails if they
-change. The ranks of a group must make the same calls in the same order.
+change. The ranks of a group must make the same calls in the same order. Functions called ``start_...`` return at once
+what :func:`finish` has to be called with before it is read: what is computed in between runs beside the message.
 
 A group is given by its name in torch's registry (``ProcessGroup.group_name``; an empty string is the default group when
 the call is made) and its size, which shapes need before anything is sent. Of size 1 every function copies its argument,
@@ -17,7 +18,18 @@ import torch
 
 from functional_te.torch_compat import assume_constant_result
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "greatest", "process_group", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "finish",
+    "greatest",
+    "process_group",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]
 
 # dtypes whose bytes are sent as they are: not every library of collectives knows them
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -50,15 +62,27 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
     return done
 
 
+def finish(started: torch.Tensor, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The result of a function called ``start_...`` of ranks of that number; ``dtype`` is that of its argument."""
+    done = started if size == 1 else _wait(started)
+    return done if dtype is None or done.dtype is dtype else done.view(dtype)
+
+
 def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def all_reduce(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """The sum of ``x`` over the ranks, in its dtype."""
+    return finish(start_all_reduce(x, group, size), size)
+
+
+def start_all_reduce(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """Start :func:`all_reduce`."""
     if size == 1:
         return _copy(x)
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _resolve(group, size)))
+    started: torch.Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _resolve(group, size))
+    return started
 
 
 def greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
@@ -80,18 +104,30 @@ def greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """``x`` of every rank, concatenated along the first dimension in the order of the ranks."""
+    return finish(start_all_gather(x, group, size), size, x.dtype)
+
+
+def start_all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """Start :func:`all_gather`, of bytes if ``x`` is FP8."""
     if size == 1:
         return _copy(x)
-    if x.dtype in _BYTES:
-        return all_gather(x.view(torch.uint8), group, size).view(x.dtype)
-    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, _resolve(group, size)))
+    sent = (x.view(torch.uint8) if x.dtype in _BYTES else x).contiguous()
+    started: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(sent, size, _resolve(group, size))
+    return started
 
 
 def reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """This rank's chunk, along the first dimension, of the sum of ``x`` over the ranks."""
+    return finish(start_reduce_scatter(x, group, size), size)
+
+
+def start_reduce_scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """Start :func:`reduce_scatter`."""
     if size == 1:
         return _copy(x)
-    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, _resolve(group, size)))
+    name = _resolve(group, size)
+    started: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, name)
+    return started
 
 
 def all_to_all(x: torch.Tensor, to: list[int], of: list[int], group: str, size: int) -> torch.Tensor:

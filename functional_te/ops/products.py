@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from functional_te import pytree
 from functional_te.kernels import kernels
+from functional_te.kernels.collectives import finish
 from functional_te.ops.common import (
     TensorOrQuantized,
     amaxes,
@@ -28,9 +30,9 @@ from functional_te.ops.tensor_parallel import (
     gathers,
     reduce_spec,
     reduces,
-    tp_cast,
+    start_tp_cast,
+    start_tp_reduce,
     tp_gather,
-    tp_reduce,
 )
 from functional_te.ops.work import Cast, Product, Work
 from functional_te.quantization.quantizer import rows_of
@@ -141,12 +143,15 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
         return x, w, _NOTHING_FRESH[args.dtype], None
     k = kernels(args.backend)
     amax_x = amax_w = fresh_x = fresh_w = None
+    finish_input = None
     if casts_input:
-        x, amax_x = cast_whole(k, x, args.input_quantizer, args.dtype, tp if gathers(tp, "column") else None)
-        fresh_x = x
+        finish_input = start_cast(k, x, args.input_quantizer, args.dtype, tp if gathers(tp, "column") else None)
     if args.weight_quantizer is not None and not isinstance(w, QuantizedTensor):
         w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
         fresh_w = w
+    if finish_input is not None:
+        x, amax_x = finish_input()
+        fresh_x = x
     aux = LinearSaved(
         input_=_for_backward(fresh_x, args.override) if args.save_input else None,
         weight=_for_backward(fresh_w, args.override) if args.save_weight else None,
@@ -155,12 +160,14 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
     return x, w, aux, amaxes(input=amax_x, weight=amax_w)
 
 
-def cast_whole(
+def start_cast(
     k: Any, x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, tp: TensorParallel | None
-) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """The cast of ``x``, or with ``tp`` of ``x`` of all ranks, and the observed amax."""
-    cast: Any = k.quantize(x, bound, dtype) if tp is None else tp_cast(x, bound, dtype, tp, k)
-    return cast
+) -> Callable[[], tuple[QuantizedTensor, torch.Tensor | None]]:
+    """What gives the cast of ``x``, or with ``tp`` of ``x`` of all ranks, and the observed amax."""
+    if tp is not None:
+        return start_tp_cast(x, bound, dtype, tp, k)
+    cast: Any = k.quantize(x, bound, dtype)
+    return lambda: cast
 
 
 def _for_backward(x: Any, override: str) -> Any:
@@ -255,16 +262,17 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
     observed: Amaxes | None = None
     casts = args.grad_output_quantizer is not None and not isinstance(dy, QuantizedTensor)
     if casts:
-        dy, amax = cast_whole(k, dy, args.grad_output_quantizer, args.dtype, tp if gathers(tp, "row") else None)
+        dy, amax = start_cast(k, dy, args.grad_output_quantizer, args.dtype, tp if gathers(tp, "row") else None)()
         observed = amaxes(observed, grad_output=amax)
     elif gathers(tp, "row"):
         dy = tp_gather(dy, tp)
     dx = dw = None
+    summed = tp if reduces(tp, "column") else None
     if args.weight is not None:
         dx = k.gemm_nn(dy, args.weight, dtype=args.dtype, add=add, alpha=alpha)
-        if reduces(tp, "column"):
-            dx = tp_reduce(dx, tp)
-        if args.grad_input_quantizer is not None:
+        if summed is not None:
+            dx = start_tp_reduce(dx, summed)
+        elif args.grad_input_quantizer is not None:
             dx, amax = k.store(dx, args.dtype, args.grad_input_quantizer)
             observed = amaxes(observed, grad_input=amax)
     if args.input_ is not None:
@@ -276,6 +284,11 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
             dw = k.gemm_tn(x, dy, dtype=dtype, alpha=alpha).t()
         else:
             dw = k.gemm_tn(dy, x, dtype=dtype, alpha=alpha)
+    if summed is not None and dx is not None:
+        dx = finish(dx, summed.size)
+        if args.grad_input_quantizer is not None:
+            dx, amax = k.store(dx, args.dtype, args.grad_input_quantizer)
+            observed = amaxes(observed, grad_input=amax)
     return BwdResult(dx, (dw,), (), observed)
 
 

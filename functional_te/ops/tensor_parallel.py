@@ -13,11 +13,15 @@ Gathering and scattering run along dim 0. Sums are sent in the compute dtype. Wh
 for the whole tensor is cast before it is sent, so that a quarter or half of the bytes travel: the ranks first agree on
 the amax of the whole tensor, hence on the scale, and the bits are those of a cast of the gathered tensor. Other casts
 are made when the tensor is whole.
+
+Where something is left to compute that does not need a message, it is computed beside it: the cast of the weight while
+the input is gathered, the weight gradient while the input gradient is summed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +40,17 @@ from functional_te.quantization.scaling import amax_of, current_scale
 from functional_te.quantization.tensor import BoundQuantizer, QuantizedTensor
 from functional_te.tensor_spec import TensorSpec
 
-__all__ = ["TensorParallel", "gather_spec", "gathers", "reduce_spec", "reduces", "tp_cast", "tp_gather", "tp_reduce"]
+__all__ = [
+    "TensorParallel",
+    "gather_spec",
+    "gathers",
+    "reduce_spec",
+    "reduces",
+    "start_tp_cast",
+    "start_tp_reduce",
+    "tp_gather",
+    "tp_reduce",
+]
 
 MODES = ("column", "row")
 
@@ -82,21 +96,29 @@ def tp_gather(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return collectives.all_gather(x, tp.group, tp.size)
 
 
-def tp_cast(
+def start_tp_cast(
     x: torch.Tensor, bound: BoundQuantizer, dtype: torch.dtype, tp: TensorParallel, kernels: Backend
-) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """The cast of ``x`` of all ranks, and the amax observed of all of it, as of ``kernels.quantize``."""
+) -> Callable[[], tuple[QuantizedTensor, torch.Tensor | None]]:
+    """Start the cast of ``x`` of all ranks.
+
+    Returns:
+        What finishes it and returns the cast and the amax observed of all of it, as ``kernels.quantize`` does. What is
+        computed before it is called runs beside the message.
+    """
     quantizer = bound.quantizer
     if isinstance(quantizer, Float8DelayedScalingQuantizer):
         own, amax = kernels.quantize(x, _given(quantizer, bound.scale), dtype)
-        return _gathered(own, quantizer, tp, kernels), collectives.greatest(amax, tp.group, tp.size)
+        sent = collectives.start_all_gather(own.data, tp.group, tp.size)
+        largest = collectives.greatest(amax, tp.group, tp.size)
+        return lambda: (_gathered(sent, own, quantizer, tp, kernels), largest)
     if isinstance(quantizer, Float8CurrentScalingQuantizer):
         amax = collectives.greatest(amax_of(x), tp.group, tp.size)
         scale = current_scale(amax, quantizer.limit, epsilon=quantizer.amax_epsilon, power_of_2=quantizer.power_2_scale)
         own, _ = kernels.quantize(x, _given(quantizer, scale), dtype)
-        return _gathered(own, quantizer, tp, kernels), None
-    cast: tuple[QuantizedTensor, torch.Tensor | None] = kernels.quantize(tp_gather(x, tp), bound, dtype)
-    return cast
+        sent = collectives.start_all_gather(own.data, tp.group, tp.size)
+        return lambda: (_gathered(sent, own, quantizer, tp, kernels), None)
+    sent = collectives.start_all_gather(x, tp.group, tp.size)
+    return lambda: kernels.quantize(collectives.finish(sent, tp.size), bound, dtype)
 
 
 def _given(quantizer: Quantizer, scale: torch.Tensor | None) -> BoundQuantizer:
@@ -104,9 +126,11 @@ def _given(quantizer: Quantizer, scale: torch.Tensor | None) -> BoundQuantizer:
     return BoundQuantizer(quantizer=Float8DelayedScalingQuantizer(dtype=quantizer.dtype), scale=scale)
 
 
-def _gathered(own: QuantizedTensor, quantizer: Quantizer, tp: TensorParallel, kernels: Backend) -> QuantizedTensor:
-    """Rowwise FP8 data of all ranks, with the copies that ``quantizer`` makes."""
-    data = tp_gather(own.data, tp)
+def _gathered(
+    sent: torch.Tensor, own: QuantizedTensor, quantizer: Quantizer, tp: TensorParallel, kernels: Backend
+) -> QuantizedTensor:
+    """Rowwise FP8 data of all ranks, which is being sent, with the copies that ``quantizer`` makes."""
+    data = collectives.finish(sent, tp.size, own.data.dtype)
     fields: dict[str, Any] = {"rowwise_data": data, "rowwise_scale_inv": own.scale_inv} if quantizer.rowwise else {}
     if quantizer.columnwise:
         fields["columnwise_data"] = kernels.transpose(data.reshape(-1, data.shape[-1]))
@@ -121,9 +145,14 @@ def gather_spec(x: TensorSpec, tp: TensorParallel) -> TensorSpec:
 
 def tp_reduce(y: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """The sum over the ranks, or this rank's rows of it."""
-    reduce: Any = collectives.reduce_scatter if tp.sequence_parallel else collectives.all_reduce
-    summed: torch.Tensor = reduce(y, tp.group, tp.size)
-    return summed
+    return collectives.finish(start_tp_reduce(y, tp), tp.size)
+
+
+def start_tp_reduce(y: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """Start :func:`tp_reduce`; :func:`~functional_te.kernels.collectives.finish` gives the result."""
+    start: Any = collectives.start_reduce_scatter if tp.sequence_parallel else collectives.start_all_reduce
+    started: torch.Tensor = start(y, tp.group, tp.size)
+    return started
 
 
 def reduce_spec(y: TensorSpec, tp: TensorParallel) -> TensorSpec:
