@@ -137,7 +137,6 @@ def _backward_kernel(
     C1: tl.constexpr,
     C2: tl.constexpr,
     EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     END: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -154,14 +153,10 @@ def _backward_kernel(
 ):
     """``dx`` of ``dy [M, N]``, in the shape and layout of ``x``.
 
-    EVEN: whether BN divides N. SPLIT: whether the two halves of a tile of ``x [a | b]`` are two programs, next to each
-    other, whose second finds what it reads in the cache; EVEN then.
+    EVEN: whether BN divides N.
     """
     across = tl.maximum(tl.cdiv(N, BN), 1)
     tile = tl.program_id(0)
-    half = tile % 2
-    if SPLIT:
-        tile = tile // 2
     top, left = (tile // across) * BM, (tile % across) * BN
     row = rows_of_tile(top, BM, PACK)
     col = left + tl.arange(0, BN)
@@ -176,52 +171,42 @@ def _backward_kernel(
         gate, linear = _halves(col, N, INTERLEAVE)
         a = _load(x, row, gate, width, inside)
         b = _load(x, row, linear, width, inside)
-        if SPLIT:
-            if half == 0:
-                lam, _ = formula(b, grad, LINEAR, C0, C1, C2)
-                _, dx = formula(a, grad * lam, VALUE, C0, C1, C2)
-            else:
-                phi, _ = formula(a, grad, VALUE, C0, C1, C2)
-                _, dx = formula(b, grad * phi, LINEAR, C0, C1, C2)
-            col += half * N
-            left += half * N
-        else:
-            lam, _ = formula(b, grad, LINEAR, C0, C1, C2)
-            phi, _ = formula(a, grad, VALUE, C0, C1, C2)
-            # both before anything is stored: two tiles of results need fewer registers than three of inputs
-            _, da = formula(a, grad * lam, VALUE, C0, C1, C2)
-            _, dx = formula(b, grad * phi, LINEAR, C0, C1, C2)
-            if INTERLEAVE == 0 and not EVEN:
-                # columns behind the first half are inside of the matrix, but belong to programs of the second
-                gate = tl.where(col < N, gate, width)
-            da = round_and_sum(da, row, gate, M, width, bias, partials, BIAS, END)
-            store_tile(
-                da,
-                row,
-                gate,
-                top,
-                left,
-                M,
-                width,
-                row_data,
-                row_scale,
-                col_data,
-                col_scale,
-                amax,
-                scale,
-                END,
-                ROWWISE,
-                COLUMNWISE,
-                PACK,
-                ROUND,
-                LIMIT,
-                EPSILON,
-                POWER_OF_2,
-                OVERFLOW,
-                WHOLE,
-            )
-            col = linear
-            left += N
+        lam, _ = formula(b, grad, LINEAR, C0, C1, C2)
+        phi, _ = formula(a, grad, VALUE, C0, C1, C2)
+        # both before anything is stored: two tiles of results need fewer registers than three of inputs
+        _, da = formula(a, grad * lam, VALUE, C0, C1, C2)
+        _, dx = formula(b, grad * phi, LINEAR, C0, C1, C2)
+        if INTERLEAVE == 0 and not EVEN:
+            # columns behind the first half are inside of the matrix, but belong to programs of the second
+            gate = tl.where(col < N, gate, width)
+        da = round_and_sum(da, row, gate, M, width, bias, partials, BIAS, END)
+        store_tile(
+            da,
+            row,
+            gate,
+            top,
+            left,
+            M,
+            width,
+            row_data,
+            row_scale,
+            col_data,
+            col_scale,
+            amax,
+            scale,
+            END,
+            ROWWISE,
+            COLUMNWISE,
+            PACK,
+            ROUND,
+            LIMIT,
+            EPSILON,
+            POWER_OF_2,
+            OVERFLOW,
+            WHOLE,
+        )
+        col = linear
+        left += N
     dx = round_and_sum(dx, row, col, M, width, bias, partials, BIAS, END)
     store_tile(
         dx,
@@ -345,10 +330,9 @@ def activation_grad(
         partials = torch.empty((blocks(rows, bm), matrix.shape[1]), dtype=torch.float32, device=x.device)
     constants = dict(**_constants(kind, config, interleave), **made.constants, BM=bm, BN=bn, num_warps=warps)
     constants["WHOLE"] = whole(rows, cols, bm, bn)
-    split = gated and made.blocks
-    grid = (blocks(rows, bm) * blocks(cols, bn) * (2 if split else 1),)
+    grid = (blocks(rows, bm) * blocks(cols, bn),)
     arguments = (grad, matrix, bias, partials, rows, cols, *made.arguments)
-    constants.update(EVEN=even, SPLIT=split, BIAS=needs_bias)
+    constants.update(EVEN=even, BIAS=needs_bias)
     if needs_bias:
         constants["ROUND"] = 0  # it is rounded before it is summed
     for end in made.ends:

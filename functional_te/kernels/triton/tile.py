@@ -388,13 +388,11 @@ class Target:
 
     Attributes:
         ends: one ``END`` for every pass of the producing kernel, in order.
-        blocks: whether tiles have to be 128 by 128.
         arguments: the tensors of :func:`store_tile` from ``row_data`` to ``scale``, in order.
         constants: its constants from ``ROWWISE`` on, by name.
     """
 
     ends: Ends
-    blocks: bool
     arguments: tuple[torch.Tensor, ...]
     constants: dict[str, Any]
     quantizer: Any = None
@@ -511,7 +509,7 @@ def target(
         None for a format that :func:`store_tile` does not make.
     """
     if bound is None:
-        return Target(("plain",), False, (torch.empty(shape, dtype=dtype, device=device),) * 6, _PLAIN)
+        return Target(("plain",), (torch.empty(shape, dtype=dtype, device=device),) * 6, _PLAIN)
     quantizer: Any = bound.quantizer
     rows, cols = rows_of(shape), shape[-1] if shape else 1
     pack = _packs(rows, tile)
@@ -530,7 +528,7 @@ def target(
     amax = some[1] if blocks else torch.zeros(1, dtype=torch.float32, device=device)
     scale = some[1] if bound.scale is None else bound.scale
     arguments = (*(row or some), *(column or some), amax, scale)
-    return Target(ends, blocks, arguments, constants, quantizer, dtype, amax if quantizer.stateful else None)
+    return Target(ends, arguments, constants, quantizer, dtype, amax if quantizer.stateful else None)
 
 
 def _scales(quantizer: Any, blocks: bool, rows: Any, cols: Any, device: torch.device) -> torch.Tensor:
