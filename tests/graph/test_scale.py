@@ -1,11 +1,15 @@
 """Graphs on many devices: bytes by hand, and how times add up."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 import functional_te as fte
 from functional_te.graph import LINKS, Link
 from functional_te.graph.devices import DEVICES
+from tests.benchmarks.gpu.blocks import mlp_chain
 from tests.graph.blocks import RECIPES, mlp, spec
 
 ROWS, HIDDEN, INNER = 8192, 4096, 14336
@@ -93,7 +97,18 @@ def test_the_link_between_nodes():
     assert graph.scale(tp=16).links == ("InfiniBand NDR", "InfiniBand NDR")
     assert graph.on("B200").scale(tp=2).links[0] == "NVLink 5"
     assert set(DEVICES) == {"A100", "B200", "H100", "H200"}
-    assert all("Not measured" in link.source for link in LINKS.values())
+    assert {name for name, link in LINKS.items() if "Not measured" not in link.source} == {"NVLink 4"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_on_two_gpus_is_within_20_percent(ranks):
+    """Beside times that were measured (``python -m tests.benchmarks.gpu.two_gpus``)."""
+    found = json.loads(Path(__file__).with_name("h200_two_gpus.json").read_text())["rows"]
+    (measured,) = [own["ms"] for own in found if own["row"] == f"MLP t8192 h4096 f14336, tp={ranks}"]
+    graph = fte.graph(
+        mlp_chain(4096, 14336), None, spec(8192, 4096), recipe=fte.recipes.DelayedScaling(), device="H200"
+    )
+    assert 1e3 * graph.scale(tp=ranks).seconds == pytest.approx(measured, rel=0.2)
 
 
 def test_kernels_of_a_rank():
