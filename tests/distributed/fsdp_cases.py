@@ -64,15 +64,19 @@ def case_one_process(rank, size, folder):
 
 
 def case_gathered_in_fp8(rank, size, folder):
-    """A byte per weight travels, one message makes the scales of a step, and nothing changes but that."""
+    """A byte per weight travels, cast once a step with scales of one message, and nothing changes but that."""
     for dtype in (None, torch.bfloat16):
         plain = sharded(CURRENT, dtype=dtype)
         expected = train(plain, rank, size)
         model = sharded(CURRENT, fp8=True, dtype=dtype)
         weights = distributed.sharded_weight.sharded_weights(model)
         assert len(weights) == 2 * 7
+        group, casts = weights[0].weights, []
+        cast = group.cast
+        group.cast = lambda own, casts=casts, cast=cast: casts.append(own.key) or cast(own)
         with messages() as sent:
             found = train(model, rank, size)
+        assert len(casts) == STEPS * len(weights)  # each is gathered twice, for forward and backward
         assert_same(found, expected)
         assert_same([whole_value(own) for own in model.parameters()], [whole(own) for own in plain.parameters()])
         assert sent.count(("all_reduce", torch.int32, len(weights))) == STEPS
