@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bridge.convert.chains import chains_in
+from bridge.convert.swap import ATTRIBUTE
 from bridge.ops.group import Group, _params
 from bridge.ops.operation import FusibleOperation
 from bridge.ops.sequential import Sequential
@@ -34,21 +36,26 @@ def graph(
     those that parameters (and ``x``, if it is a tensor) ask for.
 
     Args:
-        module: an op, a fused one, or a ``Sequential`` whose ops make one chain.
+        module: an op, a fused one, a ``Sequential`` whose ops make one chain, or a converted module that runs one.
         x: the main input, or its :class:`functional_te.TensorSpec`, which is taken to be where the parameters are.
         extra_inputs: the extra inputs, or specs.
-        recipe: a recipe, or None for high precision; left out it is that of the ``autocast`` around the call.
+        recipe: a recipe, or None for high precision; left out it is that of the ``autocast`` around the call, or else
+            the one that the module was converted with.
         backend: see :func:`functional_te.graph`.
         device: likewise.
 
     Raises:
         TypeError: no such module, or arguments of the wrong kind.
-        ValueError: a ``Sequential`` of several chains, broken channels, or an unknown backend or device.
+        ValueError: a module of several chains, broken channels, or an unknown backend or device.
     """
     group = _group(module)
     evaluates = bool(group.switching) and not any(own.training for own in group.switching)
     block = group.evaluation_block if evaluates else group.block
-    recipe = active_recipe() if recipe is _ACTIVE else recipe if recipe is None else as_recipe(recipe)
+    if recipe is _ACTIVE:
+        record = module.__dict__.get(ATTRIBUTE)
+        recipe = active_recipe() or (None if record is None else record.recipe)
+    elif recipe is not None:
+        recipe = as_recipe(recipe)
     params = tuple(_params(own, None) for own in group.modules)
     where = next((value.device for own in params for value in own.values()), None)
     if where is not None:
@@ -78,7 +85,24 @@ def _group(module: Any) -> Group:
         raise value_error("graph", "module", "ops that make one chain", names or "no ops", "Ask for a part: model[:3].")
     if isinstance(module, FusibleOperation):
         return Group(module.basic_operations())
-    raise type_error("graph", "module", "a module of bridge.ops", kind_of(module))
+    if isinstance(module, torch.nn.Module) and ATTRIBUTE in module.__dict__:
+        return _converted_group(module)
+    raise type_error("graph", "module", "a module of bridge.ops or a converted one", kind_of(module))
+
+
+def _converted_group(module: torch.nn.Module) -> Group:
+    """The one chain of a converted module."""
+    chains = chains_in(module.__dict__[ATTRIBUTE].data)
+    if len(chains) == 1:
+        return chains[0]._group
+    inside = {
+        name: len(found[0].ops)
+        for name, own in module.named_modules()
+        if name and ATTRIBUTE in own.__dict__ and len(found := chains_in(own.__dict__[ATTRIBUTE].data)) == 1
+    }
+    longest = sorted(inside, key=lambda name: -inside[name])[:3]
+    hint = f"Ask for a part that makes one, such as {' or '.join(longest)}." if longest else ""
+    raise value_error("graph", "module", "a converted module that runs one chain", f"{len(chains)} chains", hint)
 
 
 def _moved(value: Any, device: Any) -> Any:

@@ -95,11 +95,11 @@ def _axes(view: str, title: str, size: tuple[float, float]) -> tuple[Any, Any]:
     return figure, axes
 
 
-def numerics(history: Sequence[Numerics], *, measure: str = "snr_db") -> View:
+def numerics(history: Sequence[Numerics] | Numerics, *, measure: str = "snr_db") -> View:
     """A heatmap of what casts did: one row for each cast, one column for each step.
 
     Args:
-        history: what :func:`functional_te.numerics` gave at every step, for one chain and recipe.
+        history: what :func:`functional_te.numerics` gave at every step, for one chain and recipe; or of one step.
         measure: ``"snr_db"``, ``"saturated"``, ``"underflow"``, or one that is drawn as its logarithm to base 2:
             ``"amax"``, ``"scale_min"``, ``"scale_max"``.
 
@@ -109,6 +109,8 @@ def numerics(history: Sequence[Numerics], *, measure: str = "snr_db") -> View:
     """
     if measure not in MEASURES:
         raise value_error("views.numerics", "measure", f"one of {list(MEASURES)}", repr(measure))
+    if isinstance(history, Numerics):
+        history = [history]
     steps = [[(f"{e.index} {e.op}", e.role, e.copy) for e in step] for step in history]
     if not steps or not steps[0]:
         raise value_error("views.numerics", "history", "at least one step with casts", f"{len(steps)} steps")

@@ -43,6 +43,7 @@ def _drawn(view) -> None:
 @pytest.mark.parametrize("measure", ["snr_db", "underflow", "amax"])
 def test_numerics(measure) -> None:
     pytest.importorskip("matplotlib", reason="an extra: functional_te[notebook]")
+    assert views.numerics(HISTORY[0], measure=measure).figure.axes[0].images[0].get_array().shape[1] == 1
     view = views.numerics(HISTORY, measure=measure)
     (image,) = view.figure.axes[0].images
     for column, step in enumerate(HISTORY):

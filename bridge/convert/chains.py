@@ -13,7 +13,7 @@ from bridge.ops.operation import BasicOperation
 from bridge.ops.structural import AddExtraInput, MakeExtraOutput
 from bridge.recipe_context import active_recipe
 
-__all__ = ["BoundChain", "Parts", "add", "fork", "inert", "runs_recipe"]
+__all__ = ["BoundChain", "Parts", "add", "chains_in", "fork", "inert", "runs_recipe"]
 
 
 class BoundChain:
@@ -43,6 +43,21 @@ class BoundChain:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BoundChain.__init__(self, *state["ops"])
+
+
+def chains_in(data: Any) -> list[BoundChain]:
+    """The chains in what a converted module needs, each once."""
+    found: dict[int, BoundChain] = {}
+    waiting, seen = [data], set()
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, BoundChain):
+            found.setdefault(id(value), value)
+        elif id(value) not in seen and not isinstance(value, (torch.Tensor, torch.nn.Module, type)):
+            seen.add(id(value))
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else None
+            waiting.extend(getattr(value, "__dict__", {}).values() if held is None else held)
+    return list(found.values())
 
 
 def fork(channel: str | None = "residual") -> BasicOperation:

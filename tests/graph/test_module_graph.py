@@ -109,8 +109,28 @@ def test_gates_say_what_only_a_registration_finds_out() -> None:
     assert "the compiled graph traces its implementation" in graph.forward[0].gate
 
 
+def test_a_converted_module_is_its_chain() -> None:
+    """With the recipe that it was converted with, or that of the context around."""
+    plain = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 96), torch.nn.GELU())
+    model = bridge.convert(plain, RECIPES["current"])
+    block = fte.chain(fte.LayerNorm(64), fte.Linear(64, 96), fte.ErfGELU())
+    same = [bridge.graph(model, X), bridge.graph(model, X, recipe=RECIPES["current"])]
+    assert all(found.to_dict() == fte.graph(block, None, X, recipe=RECIPES["current"]).to_dict() for found in same)
+    for other in ("none", "block"):
+        wanted = fte.graph(block, None, X, recipe=RECIPES[other]).to_dict()
+        assert bridge.graph(model, X, recipe=RECIPES[other]).to_dict() == wanted
+    with bridge.autocast(recipe=RECIPES["block"]):
+        assert bridge.graph(model, X).to_dict() == wanted
+    layers = torch.nn.ModuleList([torch.nn.GELU(), plain])
+    with pytest.raises(
+        ValueError, match=r"converted module that runs one chain, got 0 chains. Ask for a part .* as 1 or"
+    ):
+        bridge.graph(bridge.convert(layers), X)
+
+
 def test_other_modules_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"graph: module: expected a module of bridge\.ops, got Linear"):
+    refusal = r"graph: module: expected a module of bridge\.ops or a converted one, got Linear"
+    with pytest.raises(TypeError, match=refusal):
         bridge.graph(torch.nn.Linear(2, 2), X)
     model = ops.Sequential(ops.Linear(64, 64), torch.nn.GELU(), ops.Linear(64, 64))
     with pytest.raises(ValueError, match=r"ops that make one chain, got \['BasicLinear, Bias', 'GELU', .*model\[:3\]"):
