@@ -12,9 +12,10 @@ Bits are those of the cast of the whole weight in the parameter dtype of the mix
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,7 @@ __all__ = ["ShardedWeight", "gather_in_fp8", "precompute_scales", "sharded_weigh
 _WHERE = "gather_in_fp8"
 # cuBLASLt reads scales at multiples of 16 bytes
 _ALIGNED = 4
+_NUMBERS = itertools.count()
 
 
 class _Weights:
@@ -56,21 +58,30 @@ class _Weights:
         dtype: the dtype that weights are rounded to before they are cast, or None.
         quantizer: what a gathered weight says it was cast with.
         scales: by key of a weight its scale and the reciprocal, float32 ``[1]``.
-        casts: by key of a weight the values that were cast, and what is sent of them, uint8; FSDP2 gathers a weight
-            twice in a step, and asks for one after the other, which kept the host busy for as long as the GPU.
+        casts: by key of a weight its cast; FSDP2 gathers a weight twice in a step, and asks for one after the other,
+            which kept the host busy for as long as the GPU.
         packs: for every weight what it is cast as one with.
         places: the number of that, for every weight.
         fresh: whether no weight was written to since they were computed.
+        number: of the model.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None, quantizer: Quantizer) -> None:
         self.model = weakref.ref(model)
         self.dtype, self.quantizer = dtype, quantizer
         self.scales: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.casts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.casts: dict[str, _Cast] = {}
         self.packs: tuple[str, ...] = ()
         self.places = torch.empty(0, dtype=torch.int64)
         self.fresh = False
+        self.number = next(_NUMBERS)
+
+    def __eq__(self, other: object) -> bool:
+        """A compiler guards a tensor by a copy of what it belongs to."""
+        return isinstance(other, _Weights) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
 
     def precompute(self) -> None:
         """Compute the scale of every weight. A collective."""
@@ -97,7 +108,7 @@ class _Weights:
         for index, (_, own) in enumerate(found):
             self.scales[own.key] = (table[0, index, :1], table[1, index, :1])
             own.known = True
-        self.casts = {own.key: (own.value, self.cast(own)) for _, own in found}
+        self.casts = {own.key: _Cast(own.value, _version(own.value), self.cast(own)) for _, own in found}
         self.fresh = True
 
     def cast(self, weight: ShardedWeight) -> torch.Tensor:
@@ -110,18 +121,34 @@ class _Weights:
         return data
 
     def cast_of(self, weight: ShardedWeight) -> torch.Tensor:
-        """:meth:`cast`, as it was made with the scales if the weight has the same values still."""
-        value, data = self.casts.get(weight.key, (None, None))
-        return data if data is not None and value is weight.value else self.cast(weight)
+        """:meth:`cast`, as it was made with the scales if that was of the same tensor."""
+        known = self.casts.get(weight.key)
+        return self.cast(weight) if known is None or known.value is not weight.value else known.data
 
     def scale_of(self, weight: ShardedWeight) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale of a weight and its reciprocal. A collective after a write to any weight."""
-        if not self.fresh:
-            self.precompute()
+        known = self.casts.get(weight.key)
+        # compiled code writes to values without dispatching
+        written = known is not None and known.value is weight.value and known.version != _version(known.value)
+        if written or not self.fresh:
+            with torch.inference_mode(False):  # training may read them after an evaluation did so first
+                self.precompute()
         if weight.key not in self.scales:
             raise runtime_error(_WHERE, "model", "a parameter of the model that was given", weight.key)
         weight.known = True
         return self.scales[weight.key]
+
+
+class _Cast(NamedTuple):
+    """A cast of a weight: of which tensor, in which version (None where it counts none), and the bytes."""
+
+    value: torch.Tensor
+    version: int | None
+    data: torch.Tensor
+
+
+def _version(value: torch.Tensor) -> int | None:
+    return None if value.is_inference() else value._version
 
 
 def _amax(value: torch.Tensor) -> torch.Tensor:
@@ -232,8 +259,10 @@ class ShardedWeight(torch.Tensor):
                 return type(made)([wrapped(item) for item in made])
             if id(made) in by_value:
                 return by_value[id(made)]
-            if func in _STAYS and isinstance(made, torch.Tensor):
-                return ShardedWeight(made, first[0].key, first[0].weights)
+            if isinstance(made, torch.Tensor) and (func in _STAYS or func.is_view):
+                own = ShardedWeight(made, first[0].key, first[0].weights)
+                own.known = func.is_view and first[0].known  # a write to a view is one to the weight
+                return own
             return made
 
         return wrapped(result)

@@ -28,6 +28,7 @@ __all__ = [
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_greatest",
     "start_reduce_scatter",
 ]
 
@@ -96,10 +97,16 @@ def greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
         group: as everywhere in this module.
         size: likewise.
     """
+    return finish(start_greatest(amaxes, group, size), size, torch.float32)
+
+
+def start_greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """Start :func:`greatest`."""
     if size == 1:
         return _copy(amaxes)
     bits = amaxes.contiguous().view(torch.int32)
-    return _wait(torch.ops._c10d_functional.all_reduce(bits, "max", _resolve(group, size))).view(torch.float32)
+    started: torch.Tensor = torch.ops._c10d_functional.all_reduce(bits, "max", _resolve(group, size))
+    return started
 
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ from functional_te.ops.tensor_parallel import (
     reduce_spec,
     reduces,
     start_tp_cast,
+    start_tp_gather,
     start_tp_reduce,
     tp_gather,
 )
@@ -146,12 +147,14 @@ def operands(args: Any) -> tuple[TensorOrQuantized, TensorOrQuantized, LinearSav
     finish_input = None
     if casts_input:
         finish_input = start_cast(k, x, args.input_quantizer, args.dtype, tp if gathers(tp, "column") else None)
-    if args.weight_quantizer is not None and not isinstance(w, QuantizedTensor):
-        w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
-        fresh_w = w
-    if finish_input is not None:
-        x, amax_x = finish_input()
-        fresh_x = x
+    try:
+        if args.weight_quantizer is not None and not isinstance(w, QuantizedTensor):
+            w, amax_w = k.quantize(w, args.weight_quantizer, args.dtype)
+            fresh_w = w
+    finally:  # what was started is waited for
+        if finish_input is not None:
+            x, amax_x = finish_input()
+            fresh_x = x
     aux = LinearSaved(
         input_=_for_backward(fresh_x, args.override) if args.save_input else None,
         weight=_for_backward(fresh_w, args.override) if args.save_weight else None,
@@ -266,30 +269,47 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
         observed = amaxes(observed, grad_output=amax)
     elif gathers(tp, "row"):
         dy = tp_gather(dy, tp)
-    dx = dw = None
+    dx: Any = None
+    dw: Any = None
     summed = tp if reduces(tp, "column") else None
-    if args.weight is not None:
-        dx = k.gemm_nn(dy, args.weight, dtype=args.dtype, add=add, alpha=alpha)
-        if summed is not None:
-            dx = start_tp_reduce(dx, summed)
-        elif args.grad_input_quantizer is not None:
-            dx, amax = k.store(dx, args.dtype, args.grad_input_quantizer)
-            observed = amaxes(observed, grad_input=amax)
-    if args.input_ is not None:
-        x = args.input_
-        if gathers(tp, "column") and not isinstance(x, QuantizedTensor):  # a cast was made of the gathered input
-            x = tp_gather(x, tp)
-        dtype = args.grad_weight_dtype or args.dtype
-        if _is_transposed(args.weight):  # a gradient that is laid out otherwise is copied where it is accumulated
-            dw = k.gemm_tn(x, dy, dtype=dtype, alpha=alpha).t()
-        else:
-            dw = k.gemm_tn(dy, x, dtype=dtype, alpha=alpha)
+    x = args.input_
+    # a cast was made of the gathered input
+    gathers_input = gathers(tp, "column") and x is not None and not isinstance(x, QuantizedTensor)
+    if summed is not None and gathers_input:
+        x = start_tp_gather(x, summed)
+    try:
+        if args.weight is not None:
+            dx = k.gemm_nn(dy, args.weight, dtype=args.dtype, add=add, alpha=alpha)
+            dx, observed = _stored_gradient(args, dx, observed) if summed is None else (dx, observed)
+            dx = dx if summed is None else start_tp_reduce(dx, summed)
+    finally:  # what was started is waited for
+        x = finish(x, summed.size) if summed is not None and gathers_input else x
+    try:
+        if x is not None:
+            dw = _weight_gradient(args, dy, x, alpha)
+    finally:
+        dx = dx if summed is None or dx is None else finish(dx, summed.size)
     if summed is not None and dx is not None:
-        dx = finish(dx, summed.size)
-        if args.grad_input_quantizer is not None:
-            dx, amax = k.store(dx, args.dtype, args.grad_input_quantizer)
-            observed = amaxes(observed, grad_input=amax)
+        dx, observed = _stored_gradient(args, dx, observed)
     return BwdResult(dx, (dw,), (), observed)
+
+
+def _stored_gradient(args: Any, dx: torch.Tensor, observed: Amaxes | None) -> tuple[Any, Amaxes | None]:
+    """The input's gradient as the previous op reads it, and the observed amaxes with its own."""
+    if args.grad_input_quantizer is None:
+        return dx, observed
+    stored, amax = kernels(args.backend).store(dx, args.dtype, args.grad_input_quantizer)
+    return stored, amaxes(observed, grad_input=amax)
+
+
+def _weight_gradient(args: Any, dy: Any, x: Any, alpha: float | None) -> torch.Tensor:
+    """The weight's gradient, in the layout that its parameter is stored in: another would be copied there."""
+    k, dtype = kernels(args.backend), args.grad_weight_dtype or args.dtype
+    if _is_transposed(args.weight):
+        transposed: torch.Tensor = k.gemm_tn(x, dy, dtype=dtype, alpha=alpha).t()
+        return transposed
+    product: torch.Tensor = k.gemm_tn(dy, x, dtype=dtype, alpha=alpha)
+    return product
 
 
 def _is_transposed(weight: Any) -> bool:

@@ -47,6 +47,7 @@ __all__ = [
     "reduce_spec",
     "reduces",
     "start_tp_cast",
+    "start_tp_gather",
     "start_tp_reduce",
     "tp_gather",
     "tp_reduce",
@@ -93,7 +94,12 @@ def reduces(tp: TensorParallel | None, mode: str) -> bool:
 
 def tp_gather(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """``x`` of all ranks."""
-    return collectives.all_gather(x, tp.group, tp.size)
+    return collectives.finish(start_tp_gather(x, tp), tp.size, x.dtype)
+
+
+def start_tp_gather(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """Start :func:`tp_gather`; :func:`~functional_te.kernels.collectives.finish` gives the result."""
+    return collectives.start_all_gather(x, tp.group, tp.size)
 
 
 def start_tp_cast(
@@ -109,15 +115,18 @@ def start_tp_cast(
     if isinstance(quantizer, Float8DelayedScalingQuantizer):
         own, amax = kernels.quantize(x, _given(quantizer, bound.scale), dtype)
         sent = collectives.start_all_gather(own.data, tp.group, tp.size)
-        largest = collectives.greatest(amax, tp.group, tp.size)
-        return lambda: (_gathered(sent, own, quantizer, tp, kernels), largest)
+        largest = collectives.start_greatest(amax, tp.group, tp.size)
+        return lambda: (
+            _gathered(sent, own, quantizer, tp, kernels),
+            collectives.finish(largest, tp.size, torch.float32),
+        )
     if isinstance(quantizer, Float8CurrentScalingQuantizer):
         amax = collectives.greatest(amax_of(x), tp.group, tp.size)
         scale = current_scale(amax, quantizer.limit, epsilon=quantizer.amax_epsilon, power_of_2=quantizer.power_2_scale)
         own, _ = kernels.quantize(x, _given(quantizer, scale), dtype)
         sent = collectives.start_all_gather(own.data, tp.group, tp.size)
         return lambda: (_gathered(sent, own, quantizer, tp, kernels), None)
-    sent = collectives.start_all_gather(x, tp.group, tp.size)
+    sent = start_tp_gather(x, tp)
     return lambda: kernels.quantize(collectives.finish(sent, tp.size), bound, dtype)
 
 

@@ -123,6 +123,56 @@ def case_bits_of_the_gathered_weight(rank, size, folder):
         assert_same(own.rowwise_data.view(torch.uint8), expected.rowwise_data.view(torch.uint8))
 
 
+@torch.compile(backend="aot_eager")
+def _scale_compiled(own):
+    own.mul_(0.5)
+
+
+WRITES = {
+    "in place": lambda own: own.mul_(0.5),
+    "data": lambda own: own.data.mul_(0.5),
+    "detached": lambda own: own.detach().mul_(0.5),
+    "local": lambda own: own.to_local().mul_(0.5),
+    "view": lambda own: own.data.view(-1).mul_(0.5),
+    "transposed": lambda own: own.data.t().mul_(0.5),
+    "foreach": lambda own: torch._foreach_mul_([own], 0.5),
+    "copy": lambda own: own.copy_(own * 0.5),
+    "compiled": _scale_compiled,
+}
+
+
+def case_every_write_is_seen(rank, size, folder):
+    """What is gathered after a write is the cast of what was written, however that was done."""
+    torch.manual_seed(2)
+    model = bridge.ops.Sequential(bridge.ops.Linear(16, 32, bias=False))
+    distributed.gather_in_fp8(model, CURRENT)
+    expected = next(model.parameters()).detach().clone()
+    fully_shard(model)
+    quantizer = fte.Float8CurrentScalingQuantizer(dtype=torch.float8_e4m3fn)
+    for write in WRITES.values():
+        distributed.precompute_scales(model)
+        with torch.no_grad():
+            write(next(model.parameters()))
+        expected = expected * 0.5
+        model.unshard()
+        found = next(model.parameters())
+        assert_same(found.dequantize(), fte.quantize(expected, quantizer).dequantize())
+        model.reshard()
+
+
+def case_trained_after_an_evaluation(rank, size, folder):
+    """An evaluation in inference mode may be what computes the scales of a step."""
+    losses = []
+    for evaluates in (False, True):
+        model = sharded(CURRENT, fp8=True, num_hidden_layers=1)
+        found = [train(model, rank, size, steps=1)]
+        if evaluates:
+            with torch.inference_mode():
+                loss_of(model, batch(0).chunk(size)[rank])
+        losses.append(torch.cat([*found, train(model, rank, size, steps=1, start=1)]))
+    assert_same(*losses)
+
+
 def case_checkpointed_and_compiled(rank, size, folder):
     """Layers in one graph each, with FP8 messages and recomputed activations: the bits of eager mode without."""
     counters.clear()

@@ -110,17 +110,19 @@ def _transpose_kernel(x, y, M, N, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.
 
 
 def transpose(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """A transposed copy of FP8 data.
+    """A transposed copy of data of a byte each.
 
     Args:
         x: ``[M, N]`` of an 8-bit dtype, contiguous.
         out: ``[N, M]``, contiguous, to write to; None makes a new one.
 
     Returns:
-        The copy. None where M is no multiple of 4.
+        The copy. None where M is no multiple of 4, of other dtypes, and for an ``out`` that begins within a word.
     """
     rows, cols = x.shape
-    if not statically_known_true(rows % 4 == 0):
+    if x.dtype.itemsize != 1 or not statically_known_true(rows % 4 == 0):
+        return None
+    if out is not None and (out.dtype is not x.dtype or not statically_known_true(out.storage_offset() % 4 == 0)):
         return None
     out = torch.empty((cols, rows), dtype=x.dtype, device=x.device) if out is None else out
     bm, bn, warps = tile_size("transpose", rows, cols)

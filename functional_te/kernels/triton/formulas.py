@@ -2,7 +2,8 @@
 
 The formulas, their constants ``C0, C1, C2`` and their edge cases are those of
 :mod:`functional_te.kernels.reference.activation`; only the order of some operations differs. Functions of exponentials
-are written with the hardware's power of two, which costs up to 4e-6 of a value where the exponential is tiny.
+are written with the hardware's power of two, which costs up to 4e-6 of a value where the exponential is tiny, and a
+sigmoid below the smallest normal number is 0.
 
 Every formula takes a tile ``x`` and a gradient ``grad`` and gives ``(phi(x), grad * phi'(x))``. A caller that uses one
 of the two pays for one only: the other is dead code, and what both have in common is computed once.

@@ -47,11 +47,17 @@ E4M3_WORD, E5M2_WORD = _word("e4m3"), _word("e5m2")
 
 __all__ = [
     "Target",
+    "as_words",
+    "below",
+    "bits_of",
     "divide",
     "in_blocks",
     "offsets",
-    "round_through",
+    "quarters_of",
+    "reciprocal",
+    "round_like",
     "rounded",
+    "rows_of_tile",
     "sized",
     "store_tile",
     "target",
@@ -471,12 +477,13 @@ def sized(case: str, bound: BoundQuantizer | None) -> str:
 
 
 def whole(rows: Any, cols: Any, height: int, width: int) -> bool:
-    """Whether tiles of ``height`` by ``width`` cover a matrix ``[rows, cols]`` exactly, as far as is known."""
-    return statically_known_true(rows % height == 0) and statically_known_true(cols % width == 0) and _some(rows, cols)
+    """Whether tiles of ``height`` by ``width`` cover a matrix ``[rows, cols]`` exactly.
 
-
-def _some(rows: Any, cols: Any) -> bool:
-    return statically_known_true(rows > 0) and statically_known_true(cols > 0)
+    Not of symbolic sizes: an exported program may run with none of what is known to be more than none.
+    """
+    if not (isinstance(rows, int) and isinstance(cols, int)):
+        return False
+    return rows > 0 and cols > 0 and rows % height == 0 and cols % width == 0
 
 
 def _packs(rows: Any, tile: tuple[int, int, int]) -> bool:
