@@ -189,7 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not ranks.is_first:
             return 0
         if len(runs) < len(names) or not all(run.finished for run in runs):
-            print(f'\ninterrupted; continue with: make demo ARGS="--resume --out {arguments.out}"')
+            again = f"--resume --out {arguments.out}"
+            command = f'make demo ARGS="{again}"'
+            if ranks.size > 1:
+                command = f"torchrun --nproc-per-node {ranks.size} -m bridge.demo {again}"
+            print(f"\ninterrupted; continue with: {command}")
             return _INTERRUPTED
         status = _report(arguments, runs)
     except DemoError as error:

@@ -190,6 +190,8 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint: all that :meth:`restore` needs to continue bit for bit. The first process does."""
+        if self.agreement is not None:
+            self.agreement.agree()  # what the running step has observed: the first process writes that of all
         if not self.ranks.is_first:
             return
         tensors = {

@@ -136,6 +136,7 @@ def save_checkpoint(
     Raises:
         TypeError: ``model`` is no module.
         ValueError: delayed scaling on several ranks that do not agree on amaxes: they have different states.
+        OSError: a folder that cannot be made, on all ranks.
     """
     check_model(model, "save_checkpoint")
     folder = Path(folder)
@@ -143,16 +144,18 @@ def save_checkpoint(
     if optimizer is not None:
         content["optimizer"] = get_optimizer_state_dict(model, optimizer)
     content["extra"] = _as_bytes(extra)
-    name = [""]
+    found: list[Any] = [None]
     if _rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        before = latest_checkpoint(folder)
-        name = [str(int(before.name) + 1 if before is not None else 0)]
-        for leftover in (folder / f".writing-{name[0]}", folder / name[0]):
-            shutil.rmtree(leftover, ignore_errors=True)
-    if _is_distributed():
-        torch.distributed.broadcast_object_list(name, src=0)
-    temporary, final = folder / f".writing-{name[0]}", folder / name[0]
+        try:
+            found = [_next_name(folder)]
+        except OSError as error:
+            found = [error]
+    if _is_distributed():  # also an error, or the others would wait
+        torch.distributed.broadcast_object_list(found, src=0)
+    (name,) = found
+    if isinstance(name, OSError):
+        raise name
+    temporary, final = folder / f".writing-{name}", folder / name
     with _alone_or_not():
         dcp.save(  # type: ignore[attr-defined]
             content, checkpoint_id=temporary, no_dist=not _is_distributed()
@@ -160,12 +163,22 @@ def save_checkpoint(
     _barrier()
     if _rank() == 0:
         os.replace(temporary, final)
-        _point_to(folder, name[0])
+        _point_to(folder, name)
         for other in folder.iterdir():
-            if other.is_dir() and other.name != name[0] and other.name.removeprefix(".writing-").isdigit():
+            if other.is_dir() and other.name != name and other.name.removeprefix(".writing-").isdigit():
                 shutil.rmtree(other, ignore_errors=True)
     _barrier()
     return final
+
+
+def _next_name(folder: Path) -> str:
+    """The name of the next checkpoint in a folder, which is made; leftovers of that name are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = latest_checkpoint(folder)
+    name = str(int(before.name) + 1 if before is not None else 0)
+    for leftover in (folder / f".writing-{name}", folder / name):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return name
 
 
 def _point_to(folder: Path, name: str) -> None:

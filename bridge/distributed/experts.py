@@ -88,3 +88,6 @@ class ExpertParallel(torch.nn.Module):
             )
         if rows.dim() != 2:
             raise value_error("ExpertParallel", "rows", "two dimensions", f"shape {tuple(rows.shape)}")
+        total = int(counts.sum())
+        if total != rows.shape[0]:
+            raise value_error("ExpertParallel", "counts", f"a sum of {rows.shape[0]} rows", total)

@@ -216,8 +216,8 @@ class ShardedWeight(torch.Tensor):
         return f"ShardedWeight({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copies of a model; files hold plain tensors, see :mod:`bridge.distributed.checkpoint`."""
-        return ShardedWeight, (self.value, self.key, self.weights)
+        """Files hold the values."""
+        return self.value.__reduce_ex__(protocol)
 
     # the protocol of traceable wrapper subclasses
 

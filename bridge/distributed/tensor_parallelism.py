@@ -21,6 +21,7 @@ import functional_te as fte
 from bridge.convert.borrowed import read_local_parts
 from bridge.convert.swap import ATTRIBUTE
 from bridge.distributed.groups import check_model, operations_of, signature_of
+from bridge.distributed.sharded_weight import ShardedWeight
 from bridge.distributed.start import check_same_on_all_ranks
 from functional_te._errors import runtime_error, value_error
 from functional_te.kernels import collectives
@@ -167,6 +168,8 @@ def _check_layer(layer: Any, size: int, sequence_parallel: bool) -> None:
             raise value_error(where, name, "a converted linear layer", f"a {type(part).__name__}")
         if isinstance(part.weight, DTensor):
             raise value_error(where, name, "a layer that is not sharded yet", "a DTensor")
+        if isinstance(part.weight, ShardedWeight):
+            raise value_error(where, name, "weights that are not gathered in FP8", "one given to gather_in_fp8")
     for name in ("q_proj", "k_proj"):
         heads = layer.self_attn.get_submodule(name).weight.shape[0] // layer.self_attn.head_dim
         if heads % size:

@@ -1,9 +1,14 @@
 """FSDP2 over converted models."""
 
+import io
+
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import bridge
@@ -288,9 +293,39 @@ def case_refusals(rank, size, folder):
     with pytest.raises(ValueError, match=r"gather_in_fp8: dtype: .* None on rank 0; torch.bfloat16 on rank 1"):
         distributed.gather_in_fp8(llama_converted(), CURRENT, [None, *[torch.bfloat16] * (size - 1)][rank])
     model = distributed.gather_in_fp8(llama_converted(), CURRENT)
+    mesh = init_device_mesh("cpu", (size,))
+    with pytest.raises(ValueError, match="expected weights that are not gathered in FP8"):
+        distributed.tensor_parallel(model, mesh)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"parameter dtype torch\.bfloat16 of the mixed precision policy, got None"):
         loss_of(model, batch())
+    (folder / "file").touch()
+    with pytest.raises(OSError, match=r"exists|directory"):  # on every rank
+        distributed.save_checkpoint(folder / "file" / "inside", model)
+
+
+def case_state_dicts_hold_high_precision(rank, size, folder):
+    """Of plain files and of PyTorch's own checkpoints."""
+    model = torch.nn.Sequential(bridge.ops.Linear(16, 32))
+    values = {name: own.clone() for name, own in model.state_dict().items() if isinstance(own, torch.Tensor)}
+    distributed.gather_in_fp8(model, CURRENT)
+    stream = io.BytesIO()
+    torch.save({name: model.state_dict()[name] for name in values}, stream)
+    stream.seek(0)
+    found = torch.load(stream, weights_only=True)
+    assert {name: type(own) for name, own in found.items()} == dict.fromkeys(values, torch.Tensor)
+    assert_same(list(found.values()), list(values.values()))
+    fully_shard(model)
+    torch.distributed.checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "plain")
+    target = {"model": {name: torch.zeros_like(own) for name, own in values.items()}}
+    torch.distributed.checkpoint.load(target, checkpoint_id=folder / "plain")
+    assert_same(target["model"], values)
+
+
+def case_recipes_with_functions(rank, size, folder):
+    """Equal functions are equal, whatever their addresses."""
+    recipe = fte.recipes.CustomRecipe(lambda role: fte.Float8CurrentScalingQuantizer(dtype=torch.float8_e4m3fn))
+    distributed.check_same_on_all_ranks({"recipe": recipe})
 
 
 def llama_converted():
