@@ -156,12 +156,14 @@ def _train(
     return runs
 
 
-def _report(arguments: argparse.Namespace, runs: list[Progress]) -> int:
+def _report(arguments: argparse.Namespace, runs: list[Progress], processes: int) -> int:
     from bridge.demo.report import plot, table, verdict
 
     plot(runs, arguments.out / "loss.png", arguments.gap_limit)
     text = table(runs)
     good, sentence = verdict(runs, arguments.gap_limit)
+    if processes > 1:
+        sentence += f" {processes} processes trained together."
     (arguments.out / "table.txt").write_text(f"{text}\n\n{sentence}\n", encoding="utf-8")
     print(f"\n{text}\n\n{sentence}\nPlot: {arguments.out / 'loss.png'}")
     return 0 if good else _GAP_EXCEEDED
@@ -195,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = f"torchrun --nproc-per-node {ranks.size} -m bridge.demo {again}"
             print(f"\ninterrupted; continue with: {command}")
             return _INTERRUPTED
-        status = _report(arguments, runs)
+        status = _report(arguments, runs, ranks.size)
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_USE

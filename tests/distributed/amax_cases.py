@@ -6,6 +6,11 @@ import torch
 import bridge
 import functional_te as fte
 from bridge import distributed, ops
+from bridge.demo.checkpoint import read_checkpoint
+from bridge.demo.data import Corpus
+from bridge.demo.ranks import Ranks
+from bridge.demo.settings import Settings
+from bridge.demo.train import Trainer
 from tests.bridge.delayed import SIZE as WIDTH
 from tests.bridge.delayed import mlp, state_of, with_amax
 from tests.distributed.common import main, messages, same_on_all_ranks
@@ -194,6 +199,26 @@ def case_ddp(rank, size, folder):
         with bridge.autocast(recipe=DELAYED):
             pass
     same_on_all_ranks([*model.parameters(), *state_of(model).values()])
+
+
+def case_demo_resumes_bit_for_bit(rank, size, folder):
+    """The first process writes what all of them observed in the running step."""
+    text = torch.arange(2000) * 7919 % 97
+    settings = Settings(steps=8, layers=1, width=32, batch=2 * size, context=16, backend="none")
+    corpus = Corpus(text, text[: settings.batch * 17].view(1, settings.batch, 17), "")
+    through = Trainer(settings, "delayed", corpus, Ranks(rank, size))
+    expected = [through.step() for _ in range(6)]
+    through.agreement.remove()
+    stopped = Trainer(settings, "delayed", corpus, Ranks(rank, size))
+    path = folder / "demo.pt"
+    assert [stopped.step() for _ in range(3)] == expected[:3]
+    stopped.save(path)
+    stopped.agreement.remove()
+    torch.distributed.barrier()
+    resumed = Trainer(settings, "delayed", corpus, Ranks(rank, size))
+    resumed.restore(*read_checkpoint(path, settings))
+    assert [resumed.step() for _ in range(3)] == expected[3:]
+    resumed.agreement.remove()
 
 
 if __name__ == "__main__":

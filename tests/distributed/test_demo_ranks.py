@@ -38,6 +38,7 @@ def test_two_processes_train_as_one(backend, tmp_path, capsys):
     done = torchrun(*given, str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("FP8 delayed") == 1  # the first process alone reports
+    assert "2 processes trained together." in done.stdout
     assert main([*given, str(tmp_path / "one")]) == 0
     capsys.readouterr()
     found, expected = losses(tmp_path / "two"), losses(tmp_path / "one")
