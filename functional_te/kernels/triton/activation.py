@@ -16,8 +16,9 @@ from functional_te.kernels.reference.activation import ACTIVATIONS
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.formulas import FORMULAS, formula
 from functional_te.kernels.triton.launch import blocks, launch
+from functional_te.kernels.triton.rounding import rows_of_tile
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import below, in_blocks, offsets, rows_of_tile, sized, store_tile, target, whole
+from functional_te.kernels.triton.tile import below, in_blocks, offsets, sized, store_tile, target, whole
 from functional_te.quantization.quantizer import as_matrix
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.torch_compat import statically_known_true

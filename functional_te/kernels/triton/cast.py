@@ -8,19 +8,9 @@ import triton.language as tl
 
 from functional_te.kernels.triton.column_sums import round_and_sum, sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
+from functional_te.kernels.triton.rounding import as_words, quarters_of, rows_of_tile
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import (
-    Target,
-    as_words,
-    below,
-    offsets,
-    quarters_of,
-    rows_of_tile,
-    sized,
-    store_tile,
-    target,
-    whole,
-)
+from functional_te.kernels.triton.tile import Target, below, offsets, sized, store_tile, target, whole
 from functional_te.quantization.cast import quantize_bound
 from functional_te.quantization.groups import GroupLayout
 from functional_te.quantization.quantizer import as_matrix

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from functional_te.kernels.triton.launch import blocks, launch
+from functional_te.kernels.triton.rounding import round_like, rounded
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import round_like, rounded
 
 __all__ = ["round_and_sum", "store_partial", "sum_rows"]
 

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from functional_te.kernels.reference.dropout import dropout_threshold
 from functional_te.kernels.triton.launch import blocks, launch
+from functional_te.kernels.triton.rounding import rounded
 from functional_te.kernels.triton.sizes import tile_size
-from functional_te.kernels.triton.tile import rounded
 from functional_te.torch_compat import statically_known_true
 
 __all__ = ["dropout"]

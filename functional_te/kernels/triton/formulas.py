@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from functional_te.kernels.triton.tile import reciprocal
+from functional_te.kernels.triton.rounding import reciprocal
 
 __all__ = ["FORMULAS", "formula"]
 

@@ -17,20 +17,9 @@ import triton
 import triton.language as tl
 
 from functional_te.kernels.triton.launch import blocks, launch
+from functional_te.kernels.triton.rounding import bits_of, divide, round_like, rounded, rows_of_tile
 from functional_te.kernels.triton.sizes import norm_passes
-from functional_te.kernels.triton.tile import (
-    Target,
-    below,
-    bits_of,
-    divide,
-    offsets,
-    round_like,
-    rounded,
-    rows_of_tile,
-    store_tile,
-    target,
-    whole,
-)
+from functional_te.kernels.triton.tile import Target, below, offsets, store_tile, target, whole
 from functional_te.quantization.tensor import BoundQuantizer
 
 __all__ = ["layer_norm", "rms_norm"]

@@ -15,8 +15,9 @@ import triton.language as tl
 from functional_te.kernels.triton.column_sums import sum_rows
 from functional_te.kernels.triton.launch import blocks, launch
 from functional_te.kernels.triton.norm import load_gain
+from functional_te.kernels.triton.rounding import divide, rounded
 from functional_te.kernels.triton.sizes import norm_grad_sizes
-from functional_te.kernels.triton.tile import divide, offsets, rounded
+from functional_te.kernels.triton.tile import offsets
 
 __all__ = ["layer_norm_grad", "rms_norm_grad"]
 

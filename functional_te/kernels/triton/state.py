@@ -11,7 +11,7 @@ import triton.language as tl
 
 from functional_te._errors import value_error
 from functional_te.kernels.triton.launch import launch_alike
-from functional_te.kernels.triton.tile import divide
+from functional_te.kernels.triton.rounding import divide
 from functional_te.quantization.scaling import FLOAT32_MAX
 
 __all__ = ["close_step", "copies"]

@@ -115,7 +115,7 @@ def norm_config(config: Config) -> contextlib.AbstractContextManager[Any]:
 
 
 TOKENS = ((8192, 14336), (2048, 5632))
-# the last four pack words of four rows; see functional_te.kernels.triton.tile
+# the last four pack words of four rows; see functional_te.kernels.triton.rounding
 TILES: tuple[Config, ...] = (
     (32, 128, 4),
     (64, 128, 8),
