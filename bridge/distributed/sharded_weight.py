@@ -314,18 +314,13 @@ class ShardedWeight(torch.Tensor):
 
 
 _aten = torch.ops.aten
+# Copies that are sharded weights again, as views are.
 _STAYS = {
-    _aten.alias.default,
-    _aten.as_strided.default,
     _aten.clone.default,
-    _aten.detach.default,
     _aten.empty_like.default,
     _aten.new_zeros.default,
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
     _aten._pin_memory.default,
     _aten._to_copy.default,
-    _aten.view.default,
 }
 
 

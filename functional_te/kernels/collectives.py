@@ -80,9 +80,13 @@ def all_reduce(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 def start_all_reduce(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """Start :func:`all_reduce`."""
+    return _start_all_reduce(x, "sum", group, size)
+
+
+def _start_all_reduce(x: torch.Tensor, how: str, group: str, size: int) -> torch.Tensor:
     if size == 1:
         return _copy(x)
-    started: torch.Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _resolve(group, size))
+    started: torch.Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), how, _resolve(group, size))
     return started
 
 
@@ -102,11 +106,7 @@ def greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
 
 def start_greatest(amaxes: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """Start :func:`greatest`."""
-    if size == 1:
-        return _copy(amaxes)
-    bits = amaxes.contiguous().view(torch.int32)
-    started: torch.Tensor = torch.ops._c10d_functional.all_reduce(bits, "max", _resolve(group, size))
-    return started
+    return _start_all_reduce(amaxes.contiguous().view(torch.int32), "max", group, size)
 
 
 def all_gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:

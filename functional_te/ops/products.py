@@ -272,18 +272,19 @@ def grads(args: Any, add: torch.Tensor | None = None, alpha: float | None = None
     dx: Any = None
     dw: Any = None
     summed = tp if reduces(tp, "column") else None
-    x = args.input_
     # a cast was made of the gathered input
-    gathers_input = gathers(tp, "column") and x is not None and not isinstance(x, QuantizedTensor)
-    if summed is not None and gathers_input:
-        x = start_tp_gather(x, summed)
+    is_part = gathers(tp, "column") and args.input_ is not None and not isinstance(args.input_, QuantizedTensor)
+    gathered = tp if is_part else None
+    x = args.input_ if gathered is None else start_tp_gather(args.input_, gathered)
     try:
         if args.weight is not None:
             dx = k.gemm_nn(dy, args.weight, dtype=args.dtype, add=add, alpha=alpha)
-            dx, observed = _stored_gradient(args, dx, observed) if summed is None else (dx, observed)
-            dx = dx if summed is None else start_tp_reduce(dx, summed)
+            if summed is None:
+                dx, observed = _stored_gradient(args, dx, observed)
+            else:
+                dx = start_tp_reduce(dx, summed)
     finally:  # what was started is waited for
-        x = finish(x, summed.size) if summed is not None and gathers_input else x
+        x = x if gathered is None else finish(x, gathered.size)
     try:
         if x is not None:
             dw = _weight_gradient(args, dy, x, alpha)
