@@ -3,6 +3,7 @@
 from bridge import interop, ops
 from bridge.autograd import apply
 from bridge.checkpointing import selective_checkpoint_contexts
+from bridge.compile_options import cpp_wrapper_options
 from bridge.convert import conversion_report, convert, revert
 from bridge.gate import CompileEagerFallbackWarning, warn_compile_eager_fallback
 from bridge.glu import deinterleave_glu_tensor, interleave_glu_tensor
@@ -19,6 +20,7 @@ __all__ = [
     "autocast",
     "conversion_report",
     "convert",
+    "cpp_wrapper_options",
     "deinterleave_glu_tensor",
     "graph",
     "interleave_glu_tensor",

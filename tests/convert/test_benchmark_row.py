@@ -22,9 +22,11 @@ def test_a_step_trains(kind):
 def test_the_row_has_its_contestants():
     contestants = converted.contestants("cpu")
     kinds = ("torch bf16", "torchao", "converted, delayed", "converted, current")
-    assert [one.name for one in contestants[:8]] == [
-        f"{kind}, {mode}" for kind in kinds for mode in ("compiled", "reduce-overhead")
+    assert [one.name for one in contestants[:12]] == [
+        f"{kind}, {mode}" for kind in kinds for mode in ("compiled", "compiled, cpp wrapper", "reduce-overhead")
     ]
-    assert [one.who for one in contestants if one.peer] == ["torch bf16"] * 2 + ["torchao"] * 2
+    assert [one.who for one in contestants if one.peer] == ["torch bf16"] * 3 + ["torchao"] * 3
     assert ROWS["hf-llama"].unit == "ms"
     assert converted.tokens_per_second(32.0, "cpu") == 1000
+    assert ROWS["hf-llama-t32768"].unit == "ms"
+    assert converted.tokens_per_second(32.0, "cpu", 16) == 8000

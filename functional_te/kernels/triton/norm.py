@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm: statistics, gain and cast in one reading of the input where that pays.
 
 A forward is one or two passes of one kernel, in which a program owns some rows and a range of columns. *Statistics*
-walks over the whole rows once; *normalizing* walks over the program's columns, which it then finds in the L2 cache, and
-ends every tile as :func:`functional_te.kernels.triton.tile.store_tile` does. Current scaling observes in the first pass
+walks over the whole rows once; *normalizing* walks over the program's columns, which it then finds in the L2 cache (the
+first reading asks it to keep them, the second to let them go), and ends every tile as :func:`functional_te.kernels.triton.tile.store_tile` does. Current scaling observes in the first pass
 and casts in the second, which reads the statistics of the first; blocks of 128 rows, of which there are few, are
 normalized in a pass of their own too. Rows that a program holds in registers take one reading.
 """
@@ -37,11 +37,11 @@ def load_gain(weight, col, N, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x, add, total, place, inside, ADD: tl.constexpr):
-    """Float32 values of ``x``, or of ``add + x`` as ``total`` holds it."""
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+def _load_sum(x, add, total, place, inside, ADD: tl.constexpr, EVICT: tl.constexpr):
+    """Float32 values of ``x``, or of ``add + x`` as ``total`` holds it. EVICT is what caches do with what was read."""
+    value = tl.load(x + place, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if ADD:
-        extra = tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
+        extra = tl.load(add + place, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
         value = round_like(extra + value, total)
     return value
 
@@ -66,6 +66,7 @@ def _mean_square(
     ADD: tl.constexpr,
     PEAK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    EVICT: tl.constexpr,
     BM: tl.constexpr,
     BS: tl.constexpr,
 ):
@@ -76,7 +77,7 @@ def _mean_square(
         col = start + tl.arange(0, BS)
         inside = (row < M)[:, None] & (col < N)[None, :]
         place = offsets(row, col, N)
-        value = _load_sum(x, add, total, place, inside, ADD)
+        value = _load_sum(x, add, total, place, inside, ADD, EVICT)
         square += value * value
         if PEAK:
             gain = load_gain(weight, col, N, ZERO_CENTERED)
@@ -88,7 +89,7 @@ def _mean_square(
 
 
 @triton.jit
-def _mean_and_deviation(x, row, M, N, BM: tl.constexpr, BS: tl.constexpr):
+def _mean_and_deviation(x, row, M, N, EVICT: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr):
     """Means of rows, and sums of squared deviations from them.
 
     One reading: each lane keeps those of its own columns (Welford, 1962), and the lanes' are merged at the end (Chan,
@@ -100,7 +101,7 @@ def _mean_and_deviation(x, row, M, N, BM: tl.constexpr, BS: tl.constexpr):
     for start in tl.range(0, N, BS):
         col = start + tl.arange(0, BS)
         inside = (row < M)[:, None] & (col < N)[None, :]
-        value = tl.load(x + offsets(row, col, N), mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + offsets(row, col, N), mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
         count += 1.0
         delta = value - mean
         mean = tl.where(inside, mean + delta * (1.0 / count), mean)
@@ -168,7 +169,7 @@ def _rows_kernel(
     rows = below(row, M, WHOLE)
     inside = rows[:, None] & below(col, N, WHOLE)[None, :]
     place = offsets(row, col, N)
-    value = _load_sum(x, add, total, place, inside, ADD)
+    value = _load_sum(x, add, total, place, inside, ADD, "")
     if ADD:
         tl.store(total + place, rounded(value, total), mask=inside)
     center = tl.zeros([BM], tl.float32)
@@ -243,6 +244,8 @@ def _forward_kernel(
     STATISTICS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PEAK: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BS: tl.constexpr,
@@ -261,10 +264,12 @@ def _forward_kernel(
     center = tl.zeros([BM], tl.float32)
     if STATISTICS:
         if LAYER:
-            center, square = _mean_and_deviation(x, row, M, N, BM, BS)
+            center, square = _mean_and_deviation(x, row, M, N, FIRST, BM, BS)
             peak = center
         else:
-            square, peak = _mean_square(x, add, total, weight, row, first, last, M, N, ADD, PEAK, ZERO_CENTERED, BM, BS)
+            square, peak = _mean_square(
+                x, add, total, weight, row, first, last, M, N, ADD, PEAK, ZERO_CENTERED, FIRST, BM, BS
+            )
         spread = _rstd(square, N, eps)
         if first == 0:
             tl.store(rstd + row, spread, mask=rows)
@@ -305,7 +310,7 @@ def _forward_kernel(
         for start in tl.range(first, last, BN):
             col = start + tl.arange(0, BN)
             inside = rows[:, None] & below(col, N, WHOLE)[None, :]
-            y = _load_sum(x, add, total, offsets(row, col, N), inside, ADD)
+            y = _load_sum(x, add, total, offsets(row, col, N), inside, ADD, SECOND)
             store_tile(
                 _normalized(y, center, spread, weight, bias, col, N, LAYER, ZERO_CENTERED),
                 row,
@@ -388,6 +393,7 @@ def _forward(
         adds = add is not None and step.statistics
         source = matrix if total is None or step.statistics else total
         peak = end == "observe" and not layer
+        again = step.statistics and step.normalize and not peak
         launch(
             _forward_kernel,
             (blocks(rows, step.rows) * blocks(cols, step.width),),
@@ -401,6 +407,8 @@ def _forward(
             STATISTICS=step.statistics,
             NORMALIZE=step.normalize and not peak,
             PEAK=peak,
+            FIRST="evict_last" if again else "",
+            SECOND="evict_first" if again else "",
             WHOLE=whole(rows, cols, step.rows, step.cols),
             BM=step.rows,
             BN=step.cols,

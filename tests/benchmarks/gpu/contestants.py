@@ -1,7 +1,7 @@
 """Contestants: a model, a recipe and a way to run it, made into one training step without optimizer.
 
 Ways to run (modes): eager; compiled; reduce-overhead, which is ``torch.compile`` with CUDA graphs; captured, which is
-one ``torch.cuda.graph`` of forward and backward; graphed, which is ``te.make_graphed_callables``.
+one ``torch.cuda.graph`` of forward and backward; "cpp wrapper", which is compiled and launched from C++; graphed, which is ``te.make_graphed_callables``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECIPES: dict[str, Any] = {
 COMPILE: dict[str, dict[str, Any]] = {
     "compiled": {},
     "reduce-overhead": {"mode": "reduce-overhead"},
-    "compiled, cpp wrapper": {"options": {"cpp_wrapper": True}},
+    "compiled, cpp wrapper": {"options": bridge.cpp_wrapper_options()},
 }
 
 
@@ -229,8 +229,8 @@ def forget_te_state() -> None:
 
 def ours(shape: Shape, recipe: str, device: str, dtype: torch.dtype) -> list[Contestant]:
     """Every mode of ours."""
-    modes = ["eager", "compiled", "reduce-overhead", "captured"]
-    extras = ["compiled, cpp wrapper", "compiled, captured"]
+    modes = ["eager", "compiled", "compiled, cpp wrapper", "reduce-overhead", "captured"]
+    extras = ["compiled, captured"]
     if recipe == "delayed":
         extras.append("compiled, autocast outside")
     return [
@@ -255,7 +255,7 @@ def torch_peers(shape: Shape, device: str, dtype: torch.dtype, *, capture: bool 
             peer=not mode.endswith("captured"),
             extra=mode.endswith("captured"),
         )
-        for mode in ["eager", "compiled", "reduce-overhead"] + ["compiled, captured"] * capture
+        for mode in ["eager", "compiled", "compiled, cpp wrapper", "reduce-overhead"] + ["compiled, captured"] * capture
     ]
 
 
@@ -269,7 +269,7 @@ def torchao_peers(shape: Shape, device: str, dtype: torch.dtype, *, capture: boo
             peer=not mode.endswith("captured"),
             extra=mode.endswith("captured"),
         )
-        for mode in ["compiled", "reduce-overhead"] + ["compiled, captured"] * capture
+        for mode in ["compiled", "compiled, cpp wrapper", "reduce-overhead"] + ["compiled, captured"] * capture
     ]
 
 

@@ -1,6 +1,6 @@
 """Training steps of a Hugging Face Llama of about a billion parameters: as it is, in torchao's FP8, and converted.
 
-Needs transformers. A step is forward, loss, backward and a fused AdamW step on one batch; the batch is 8192 tokens.
+Needs transformers. A step is forward, loss, backward and a fused AdamW step on one batch of 8,192 tokens, or of as many sequences as asked for.
 Everybody compiles every decoder layer, and the last projection with the loss; a graph of all layers would compile for
 minutes.
 """
@@ -18,6 +18,8 @@ from tests.benchmarks.gpu.contestants import RECIPES, Contestant, Step
 
 # the last projection stays in high precision for everybody, as is usual for FP8 training
 HEAD = "lm_head"
+# ways to compile, and their names in the table
+MODES = {"default": "compiled", "cpp wrapper": "compiled, cpp wrapper", "reduce-overhead": "reduce-overhead"}
 
 
 def sizes(device: str) -> dict[str, int]:
@@ -42,15 +44,16 @@ def llama(device: str, batch: int | None = None) -> tuple[Any, torch.Tensor]:
     return model, tokens
 
 
-def build(kind: str, device: str, mode: str | None = "default") -> Step:
+def build(kind: str, device: str, mode: str | None = "default", batch: int | None = None) -> Step:
     """One training step.
 
     Args:
         kind: "torch", "torchao", or the name of a recipe of the converted model.
         device: "cuda" or "cpu".
-        mode: how ``torch.compile`` compiles; None for an eager step.
+        mode: how ``torch.compile`` compiles, or "cpp wrapper"; None for an eager step.
+        batch: sequences, or None for the usual number.
     """
-    model, tokens = llama(device)
+    model, tokens = llama(device, batch)
     if kind == "torchao":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -65,7 +68,8 @@ def build(kind: str, device: str, mode: str | None = "default") -> Step:
         return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
     if mode is not None:
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": mode}
+        how = {"options": bridge.cpp_wrapper_options()} if mode == "cpp wrapper" else {"mode": mode}
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, **how}
         for layer in model.model.layers:
             layer.compile(**options)
         loss = torch.compile(loss, **options)
@@ -83,23 +87,23 @@ def build(kind: str, device: str, mode: str | None = "default") -> Step:
     return Step(run, clear, tuple(model.parameters()))
 
 
-def contestants(device: str) -> list[Contestant]:
-    """The original, torchao's and the converted model in every recipe, in two modes of compilation, and eager."""
+def contestants(device: str, batch: int | None = None) -> list[Contestant]:
+    """The original, torchao's and the converted model in every recipe, in three modes of compilation, and eager."""
     kinds = {"torch bf16": "torch", "torchao": "torchao"}
     kinds |= {f"converted, {recipe}": recipe for recipe in ("delayed", "current", "none")}
     found = []
     for name, kind in kinds.items():
-        for mode, label in (("default", "compiled"), ("reduce-overhead", "reduce-overhead")):
+        for mode, label in MODES.items():
 
             def make(kind: str = kind, mode: str = mode) -> Step:
-                return build(kind, device, mode)
+                return build(kind, device, mode, batch)
 
             found.append(Contestant(name, label, make, peer=kind in ("torch", "torchao"), extra=kind == "none"))
-    found.append(Contestant("converted, delayed", "eager", lambda: build("delayed", device, None), extra=True))
+    found.append(Contestant("converted, delayed", "eager", lambda: build("delayed", device, None, batch), extra=True))
     return found
 
 
-def tokens_per_second(ms: float, device: str) -> float:
+def tokens_per_second(ms: float, device: str, batch: int | None = None) -> float:
     """Tokens of a batch over the time of a step."""
     chosen = sizes(device)
-    return 1e3 * chosen["batch"] * chosen["context"] / ms
+    return 1e3 * (batch or chosen["batch"]) * chosen["context"] / ms

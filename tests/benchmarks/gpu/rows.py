@@ -217,7 +217,7 @@ def measure_compile_time(row: str, settings: Settings, results: Results) -> bool
     return True
 
 
-def measure_converted(row: str, settings: Settings, results: Results) -> bool:
+def measure_converted(row: str, batch: int | None, settings: Settings, results: Results) -> bool:
     """Training steps of a Hugging Face Llama, each contestant alone: at least 20 steps after those that warm up."""
     device = settings.device
 
@@ -226,9 +226,9 @@ def measure_converted(row: str, settings: Settings, results: Results) -> bool:
         ms = measure.settle(step, device)
         count = measure.iterations(ms, settings.quick, device)
         summary = measure.summary(measure.durations(step.run, count, device, step.clear))
-        return {**summary, "settled_ms": ms, "tokens_s": converted.tokens_per_second(summary["value"], device)}
+        return {**summary, "settled_ms": ms, "tokens_s": converted.tokens_per_second(summary["value"], device, batch)}
 
-    for one in converted.contestants(device):
+    for one in converted.contestants(device, batch):
         if results.fatal(row, one.who, one.mode) or not settings.takes(one.name) or (settings.quick and one.extra):
             continue
         if settings.late:
@@ -290,7 +290,9 @@ def _all_rows() -> dict[str, Row]:
         Row("compile-time", "8 Llama layers, cold", "s", lambda s, r: measure_compile_time("compile-time", s, r))
     )
     title = "training step of a converted Llama (transformers)"
-    rows.append(Row("hf-llama", title, "ms", lambda s, r: measure_converted("hf-llama", s, r)))
+    rows.append(Row("hf-llama", title, "ms", lambda s, r: measure_converted("hf-llama", None, s, r)))
+    title += ", four times the tokens"
+    rows.append(Row("hf-llama-t32768", title, "ms", lambda s, r: measure_converted("hf-llama-t32768", 16, s, r)))
     return {row.name: row for row in rows}
 
 

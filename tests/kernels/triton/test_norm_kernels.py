@@ -91,6 +91,10 @@ def test_forward(shape: tuple[int, ...], dims: int, dtype: torch.dtype, weight_d
     + [("delayed", BF16, (8, 1100))],  # statistics of fewer rows at a time than a word of a transposed copy has
 )
 def test_rms_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: str) -> None:
+    check_rms_norm_cast(shape, dtype, name, device)
+
+
+def check_rms_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: str) -> None:
     x, add = random(*shape, dtype=dtype, device=device), random(*shape, dtype=dtype, device=device, seed=1)
     weight = random(shape[-1], dtype=BF16, device=device, seed=2)
     bound = bound_to(FORMATS[name], device)
@@ -114,6 +118,10 @@ def test_rms_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, de
     ("dtype", "shape"), [(F32, (37, 200)), (F16, (37, 200)), (F16, (5, 300)), (F16, (2, 1)), (F32, (0, 48))]
 )
 def test_layer_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: str) -> None:
+    check_layer_norm_cast(shape, dtype, name, device)
+
+
+def check_layer_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: str) -> None:
     x = random(*shape, dtype=BF16, device=device)
     weight, bias = (random(shape[-1], dtype=dtype, device=device, seed=seed) for seed in (1, 2))
     bound = bound_to(FORMATS[name], device)
@@ -136,6 +144,19 @@ def test_layer_norm_cast(shape: tuple[int, ...], dtype: torch.dtype, name: str, 
         for columnwise in (False, True):
             values = made.dequantize(F32, columnwise=columnwise)
             torch.testing.assert_close(values, y_ref, rtol=step, atol=max(least, 1e-3))
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (70, 1100)])
+def test_programs_that_read_whole_rows_twice(
+    shape: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from functional_te.kernels.triton import sizes
+
+    monkeypatch.setattr(sizes, "FILL", 1)  # as many rows as fill a GPU
+    (only,) = sizes.norm_passes(*shape, bound_to(FORMATS["delayed"], device))
+    assert (only.rows, only.whole) == (32, False)
+    check_rms_norm_cast(shape, BF16, "delayed", device)
+    check_layer_norm_cast(shape, F16, "delayed", device)
 
 
 @pytest.mark.parametrize("copies", [(True, False), (False, True)])

@@ -1,0 +1,27 @@
+"""Options of ``torch.compile`` that suit chains."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["cpp_wrapper_options"]
+
+
+def cpp_wrapper_options() -> dict[str, bool]:
+    """Options with which Inductor launches the kernels of a compiled step from C++ instead of Python.
+
+    ``torch.compile(model, options=bridge.cpp_wrapper_options())``: for steps whose kernels are shorter than their
+    launches, as those of small models are, where CUDA graphs (``mode="reduce-overhead"``) are not wanted. Compiling
+    takes longer, by a C++ compiler that has to be installed. The bits are those of plain ``torch.compile``.
+
+    ``{"cpp_wrapper": True}`` alone fails on a GPU when the backward is compiled: Inductor sets the three options it
+    derives from that one before it applies ``options`` to the backward, which is compiled later, in a thread of
+    autograd's. So they are all given here.
+    """
+    return {
+        "cpp_wrapper": True,
+        # kernels are compiled, and their binaries kept for C++, while the code is generated
+        "triton.autotune_at_compile_time": torch.cuda.is_available(),
+        "triton.store_cubin": True,
+        "triton.autotune_cublasLt": False,
+    }
