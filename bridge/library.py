@@ -86,7 +86,9 @@ class RegisteredOp:
         return pytree.leaves(self._normal(self.impl(self.schema.decode(flat))))
 
     def _run_closed(self, *flat: Any) -> list[torch.Tensor]:
-        return [result.contiguous() for result in self._run(*flat)]  # as the fake says they are
+        made = [result.contiguous() for result in self._run(*flat)]  # as the fake says they are
+        # an amax may be the tensor that was given up for it, which a closed op may not return
+        return [result.clone() if any(result is given for given in flat) else result for result in made]
 
     def _run_transparent(self, *flat: Any) -> list[torch.Tensor]:
         # while the compiler traces a region whose policy of selective checkpointing names custom ops

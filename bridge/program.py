@@ -98,12 +98,13 @@ class _Facts:
     """What a traced caller knows of a recording: read from a string, which no guard is for."""
 
     def __init__(self, text: str) -> None:
-        name, outputs, observes, differentiable, arguments, forward, backward = text.split(" ")
+        name, outputs, observes, differentiable, arguments, begun, forward, backward = text.split(" ")
         self.name = name
         self.outputs = int(outputs)
         self.observes = int(observes)
         self.differentiable = differentiable == "1"
         self.arguments = int(arguments)
+        self.begun = int(begun)
         self.forward = [int(place) for place in forward.split(",") if place != ""]
         self.backward = [int(place) for place in backward.split(",") if place != ""]
 
@@ -115,7 +116,7 @@ class ProgramFunction(torch.autograd.Function):
     def forward(ctx: Any, text: str, *tensors: torch.Tensor) -> Any:
         """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
         facts = _Facts(text)
-        count = facts.arguments + len(facts.forward)
+        count = facts.arguments + facts.begun
         made = getattr(_functions, f"{facts.name}_forward")(*tensors[:count])
         returned = facts.outputs + facts.observes
         ctx.save_for_backward(*made[returned:])
@@ -136,7 +137,7 @@ class ProgramFunction(torch.autograd.Function):
             # a traced backward always leaves autocast: the state that matters is the one around the compiled call
             with torch.autocast(device, enabled=False):
                 result = function(*arguments)
-        return (None, *result, *([None] * (len(facts.forward) + len(ctx.entries))))
+        return (None, *result, *([None] * (facts.begun + len(ctx.entries))))
 
 
 def _device(tensor: torch.Tensor) -> Any:

@@ -91,10 +91,12 @@ class Recording:
         outputs: number of main and extra outputs of the forward.
         observes: number of amaxes that follow them. What the backward needs comes last.
         differentiable: whether there is a backward.
-        functions: ``begin`` (from the forward's entries to what casts read), ``forward`` (from distinct arguments and
-            what casts read), ``fold`` (from the forward's histories and amaxes to nothing), ``backward`` (from what was
-            saved, the backward's entries and gradients of the outputs to gradients of the distinct arguments).
+        functions: ``begin`` (from the forward's entries to what casts read and observe into), ``forward`` (from
+            distinct arguments and those), ``fold`` (from the forward's histories and amaxes to nothing), ``backward``
+            (from what was saved, the backward's entries and gradients of the outputs to gradients of the distinct
+            arguments).
         arguments: number of distinct tensors.
+        begun: number of tensors that ``begin`` gives, or the forward takes in their place where nothing is to begin.
         forward, backward: which entries of the state are the forward's and the backward's.
         entries: op and role of all of them.
         contiguous: for every tensor that is saved, whether it is contiguous.
@@ -105,6 +107,7 @@ class Recording:
     differentiable: bool
     functions: dict[str, Callable[..., Any]]
     arguments: int
+    begun: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     entries: tuple[tuple[int, str], ...] = ()
@@ -113,7 +116,8 @@ class Recording:
     def facts(self, name: str) -> str:
         """Its numbers as a text without guards, after the ``name`` of its functions."""
         places = [",".join(map(str, own)) for own in (self.forward, self.backward)]
-        return f"{name} {self.outputs} {self.observes} {int(self.differentiable)} {self.arguments} {' '.join(places)}"
+        numbers = (self.outputs, self.observes, int(self.differentiable), self.arguments, self.begun)
+        return " ".join([name, *map(str, numbers), *places])
 
 
 class _Recorder:
@@ -166,11 +170,14 @@ class _Recorder:
         params = tuple([{name: next(leaves) for name in op.param_names} for op in self.plan.chain.ops])
         return x, params, tuple(leaves)
 
-    def _state(self, values: dict[tuple[int, str], tuple[Any, Any]]) -> tuple[dict[str, Any], ...]:
+    def _state(self, values: dict[tuple[int, str], tuple[Any, Any]], blanks: Sequence[Any] = ()) -> Any:
+        """The state of an op and role, of what casts read and histories, or of tensors to observe into if given."""
         state: list[dict[str, Any]] = [{} for _ in self.plan.chain.ops]
-        for (index, role), (read, history) in values.items():
+        for place, ((index, role), (read, history)) in enumerate(values.items()):
             if self.entries[index, role][0].stochastic:
                 state[index][role] = StochasticRoundingState(key=read, amax_history=history)
+            elif blanks:
+                state[index][role] = _Reads(read, blanks[place])
             else:
                 state[index][role] = DelayedScalingState(scale=read, amax_history=history)
         return tuple(state)
@@ -187,21 +194,20 @@ class _Recorder:
         """Close the steps that are to be closed, and copy what casts read."""
         values = dict(zip(self.forward_entries, zip(tensors[::2], tensors[1::2], strict=True), strict=True))
         state = self._state(values)
-        states.close_states_(
-            [
-                (self.entries[index, role][0], state[index][role], None)
-                for index, role in self.forward_entries
-                if index in self.key.opens
-            ]
+        entries = [(self.entries[index, role][0], state[index][role]) for index, role in self.forward_entries]
+        # a closed op may not give back what it was given
+        reads, blanks = states.open_(
+            entries, [index in self.key.opens for index, _ in self.forward_entries], self.plan.traceable
         )
-        return states.keep(list(tensors[::2])) if tensors else []
+        return [*reads, *blanks]
 
     def forward(self, *tensors: Any) -> list[Any]:
         """Outputs, amaxes and what is saved; tells the rest by attributes."""
         plan, count = self.plan, len(self.unique)
         x, params, extra_inputs = self._arguments(tensors[:count])
-        reads = dict(zip(self.forward_entries, tensors[count:], strict=True))
-        state = self._state({key: (read, None) for key, read in reads.items()})
+        begun = tensors[count:]
+        reads, blanks = begun[: len(self.forward_entries)], begun[len(self.forward_entries) :]
+        state = self._state({key: (read, None) for key, read in zip(self.forward_entries, reads, strict=True)}, blanks)
         outcome = forward_pass(plan, x, params, state, extra_inputs, {}, self.launch)
         outputs = returned(plan, outcome)
         self.outputs = len(outputs) - len(plan.observes)
@@ -250,6 +256,13 @@ class _Recorder:
         return getattr(getattr(torch.ops, NAMESPACE), name.removesuffix("_opaque")).default
 
 
+class _Reads(NamedTuple):
+    """What a cast of delayed scaling sees of its state in a forward."""
+
+    scale: Any
+    blank: Any
+
+
 def _device(kind: Kind) -> torch.device:
     name, index = kind.device
     return torch.device(name) if index is None else torch.device(name, index)
@@ -283,10 +296,10 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
     recorder.check()
     functions: dict[str, Callable[..., Any]] = {}
     own = [tensor for entry in recorder.forward_entries for tensor in recorder.entries[entry][1:]]
-    reads, histories = own[::2], own[1::2]
-    if own and not eager:
-        functions["begin"], _ = write(recorder.begin, own)
-    functions["forward"], made = write(recorder.forward, [*recorder.unique, *reads])
+    begun, histories = own[::2], own[1::2]
+    if own and not eager and (plan.output_requires_grad or recorder.key.opens):
+        functions["begin"], begun = write(recorder.begin, own)
+    functions["forward"], made = write(recorder.forward, [*recorder.unique, *begun])
     observes = len(plan.observes)
     saved = made[recorder.outputs + observes :]
     if observes and not eager:
@@ -305,6 +318,7 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
         differentiable=plan.output_requires_grad,
         functions=functions,
         arguments=len(recorder.unique),
+        begun=len(begun),
         forward=tuple(order.index(entry) for entry in recorder.forward_entries),
         backward=tuple(order.index(entry) for entry in recorder.backward_entries),
         entries=tuple(order),

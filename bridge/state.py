@@ -30,6 +30,7 @@ __all__ = [
     "keep",
     "keep_scales",
     "observe_",
+    "open_",
     "recording",
     "write_",
 ]
@@ -42,7 +43,9 @@ _signatures = {
     "fold_amaxes_": "(Tensor(a!)[] amax_histories, Tensor[] amaxes) -> ()",
     "close_step_": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, Tensor[] amaxes, float[] limits, int margin, "
     "str algorithm) -> ()",
-    "keep_scales": "(Tensor[] scales) -> Tensor[]",
+    "open_step_": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, float[] limits, int margin, str algorithm) "
+    "-> Tensor[]",
+    "keep_scales": "(Tensor[] scales, bool blanks) -> Tensor[]",
 }
 
 
@@ -88,11 +91,19 @@ def _close_step(
     limits: Sequence[float],
     margin: int,
     algorithm: str,
-    keeps: bool = False,
+    keeps: str = "",
+    blanks: bool = False,
 ) -> list[torch.Tensor]:
     observed: Sequence[torch.Tensor | None] = amaxes or [None] * len(scales)
     kept: list[torch.Tensor] = _kernel(scales[0].device.type)(
-        scales, amax_histories, observed, limit=limits, margin=margin, algorithm=algorithm, keeps=keeps
+        scales,
+        amax_histories,
+        observed,
+        limit=limits,
+        margin=margin,
+        algorithm=algorithm,
+        keeps=keeps,
+        blanks=blanks,
     )
     return kept
 
@@ -101,8 +112,18 @@ def _close_step_(*args: Any) -> None:
     _close_step(*args)
 
 
-def _keep_scales(scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    copied: list[torch.Tensor] = _fused(scales[0].device.type).copies(scales)
+def _open_step_(
+    scales: Sequence[torch.Tensor],
+    amax_histories: Sequence[torch.Tensor],
+    limits: Sequence[float],
+    margin: int,
+    algorithm: str,
+) -> list[torch.Tensor]:
+    return _close_step(scales, amax_histories, [], limits, margin, algorithm, "new", True)
+
+
+def _keep_scales(scales: Sequence[torch.Tensor], blanks: bool) -> list[torch.Tensor]:
+    copied: list[torch.Tensor] = _fused(scales[0].device.type).copies(scales, blanks)
     return copied
 
 
@@ -111,7 +132,12 @@ _Launch = tuple[str, Any, Any]
 _LAUNCHES: tuple[_Launch, ...] = (
     ("fold_amaxes_", _fold_amaxes, lambda amax_histories, amaxes: None),
     ("close_step_", _close_step_, lambda *args: None),
-    ("keep_scales", _keep_scales, lambda scales: [torch.empty_like(scale) for scale in scales]),
+    ("open_step_", _open_step_, lambda scales, *args: [torch.empty_like(scale) for scale in (*scales, *scales)]),
+    (
+        "keep_scales",
+        _keep_scales,
+        lambda scales, blanks: [torch.empty_like(scale) for scale in (*scales, *scales * blanks)],
+    ),
 )
 for _name, _body, _fake in _LAUNCHES:
     _schema = _signatures[_name]
@@ -157,7 +183,7 @@ def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     one_dtype = all(own.dtype is torch.float32 for own in read)
     if one_dtype and _has_kernel(read[0].device.type):
-        kept: list[torch.Tensor] = _op("keep_scales")(read)
+        kept: list[torch.Tensor] = _op("keep_scales")(read, False)
         return kept
     return torch.ops.functional_te.keep(read)
 
@@ -231,7 +257,7 @@ def has_closing_kernel(quantizer: Quantizer, device: torch.device) -> bool:
 
 
 def close_states_(
-    entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]], keeps: bool = False
+    entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]], *, keeps: bool = False
 ) -> list[torch.Tensor]:
     """Close the step of quantizers that observed, in place.
 
@@ -263,9 +289,36 @@ def close_states_(
         if torch.compiler.is_compiling():
             _op("close_step_")(scales, histories, amaxes, limits, margin, algorithm)
         else:
-            made = _close_step(scales, histories, amaxes, limits, margin, algorithm, keeps)
+            made = _close_step(scales, histories, amaxes, limits, margin, algorithm, "old" if keeps else "")
             kept.update(zip(places, made, strict=False))
     return [kept[place] for place in range(len(entries))] if keeps else []
+
+
+def open_(
+    entries: Sequence[tuple[Quantizer, Any]], opens: Sequence[bool], blanks: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What begins a pass in a compiled graph: close the steps of some quantizers, and copy what all casts read.
+
+    Args:
+        entries: quantizers and their states.
+        opens: which of them close their step.
+        blanks: whether casts may observe into tensors that are made here (:attr:`BoundQuantizer.blank
+            <functional_te.quantization.tensor.BoundQuantizer.blank>`); only with kernels that close many steps.
+
+    Returns:
+        What casts read, and float32 ``[1]`` of zero, one for each of them or none.
+    """
+    reads = [state.read for _, state in entries]
+    blanks = blanks and all(has_closing_kernel(quantizer, state.read.device) for quantizer, state in entries)
+    hows = {(quantizer.margin, quantizer.amax_compute_algo) for quantizer, _ in entries} if blanks else set()  # type: ignore[attr-defined]
+    if len(hows) == 1 and all(opens):
+        ((margin, algorithm),) = hows
+        limits = [quantizer.limit for quantizer, _ in entries]
+        made = _op("open_step_")(reads, [state.amax_history for _, state in entries], limits, margin, algorithm)
+    else:
+        close_states_([(*entry, None) for entry, own in zip(entries, opens, strict=True) if own])
+        made = _op("keep_scales")(reads, True) if blanks else keep(reads)
+    return made[: len(reads)], made[len(reads) :]
 
 
 def close_(plan: Plan, state: Any, amaxes: dict[tuple[int, str], torch.Tensor]) -> None:

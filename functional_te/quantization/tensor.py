@@ -302,11 +302,14 @@ class BoundQuantizer:
         quantizer: the frozen quantizer, static.
         scale: float32 ``[1]`` for delayed scaling, None for quantizers that compute their scale.
         key: int64 ``[2]`` for stochastic rounding, else None.
+        blank: float32 ``[1]`` of zero that the cast may use up, to observe into and to return as the amax; None: it
+            makes its own. A step makes those of all its casts by one kernel.
     """
 
     quantizer: Quantizer = pytree.static()
     scale: torch.Tensor | None = None
     key: torch.Tensor | None = None
+    blank: torch.Tensor | None = None
 
 
 def bind(quantizer: Quantizer, state: Any) -> BoundQuantizer:
@@ -315,4 +318,4 @@ def bind(quantizer: Quantizer, state: Any) -> BoundQuantizer:
         return BoundQuantizer(quantizer=quantizer)
     if quantizer.stochastic:
         return BoundQuantizer(quantizer=quantizer, key=state.key)
-    return BoundQuantizer(quantizer=quantizer, scale=state.scale)
+    return BoundQuantizer(quantizer=quantizer, scale=state.scale, blank=getattr(state, "blank", None))

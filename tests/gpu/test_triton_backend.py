@@ -159,7 +159,10 @@ def inputs(count: int, shape: tuple[int, ...] = (64, 256)) -> list[Tensor]:
 def runs(recipe: str, mode: str | None, count: int = 6, bias: bool = False) -> Any:
     """Outputs, gradients and buffers after every step."""
     model = module(bias=bias)
-    call = model if mode is None else torch.compile(model, fullgraph=True, mode=None if mode == "default" else mode)
+    how: dict[str, Any] = {"mode": None if mode == "default" else mode}
+    if mode == "cpp wrapper":
+        how = {"options": bridge.cpp_wrapper_options()}
+    call = model if mode is None else torch.compile(model, fullgraph=True, **how)
     found = []
     for x in inputs(count):
         if mode == "reduce-overhead":
@@ -179,6 +182,36 @@ def test_compiled_steps_are_those_of_eager_ones(recipe: str, mode: str, dynamo: 
             torch.testing.assert_close(b, a, rtol=0.02, atol=0)
     assert dynamo["stats"]["unique_graphs"] == 1
     assert not dynamo["graph_break"]
+
+
+@pytest.mark.timeout(180)  # a C++ compiler runs twice
+def test_launches_from_cpp_change_no_bit(dynamo: Any) -> None:
+    want, got = (fte.pytree.leaves(runs("delayed", mode, count=3)) for mode in ("default", "cpp wrapper"))
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_compiled_forward_launches_what_it_needs() -> None:
+    model, recipe = module(), RECIPES["delayed"]
+
+    @torch.compile(fullgraph=True)
+    def call(x: Tensor) -> Tensor:
+        with bridge.autocast(recipe=recipe):
+            return model(x)
+
+    x = inputs(1)[0].requires_grad_()
+    for _ in range(3):
+        call(x).sum().backward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        call(x)
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [event.name for event in events if not event.name.startswith("Mem")]
+    # one that closes steps, copies scales and makes the zeros that casts observe into; one that folds what they did
+    assert len([name for name in names if "_close_kernel" in name]) == 2
+    assert len([name for name in names if name.startswith("triton_")]) == 1  # the residual sum
+    assert len(names) == 3 + 4 + 2  # the norm, the activation, two casts of weights; two products
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block"])

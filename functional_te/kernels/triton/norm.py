@@ -2,9 +2,10 @@
 
 A forward is one or two passes of one kernel, in which a program owns some rows and a range of columns. *Statistics*
 walks over the whole rows once; *normalizing* walks over the program's columns, which it then finds in the L2 cache (the
-first reading asks it to keep them, the second to let them go), and ends every tile as :func:`functional_te.kernels.triton.tile.store_tile` does. Current scaling observes in the first pass
-and casts in the second, which reads the statistics of the first; blocks of 128 rows, of which there are few, are
-normalized in a pass of their own too. Rows that a program holds in registers take one reading.
+first reading asks it to keep them, the second to let them go), and ends every tile as
+:func:`functional_te.kernels.triton.tile.store_tile` does. Current scaling observes in the first pass and casts in the
+second, which reads the statistics of the first; blocks of 128 rows, of which there are few, are normalized in a pass of
+their own too. Rows that a program holds in registers take one reading.
 """
 
 from __future__ import annotations

@@ -55,11 +55,14 @@ def _serve(
     CLOSES: tl.constexpr,
     RECENT: tl.constexpr,
     KEEPS: tl.constexpr,
+    BLANKS: tl.constexpr,
     APART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Serve one quantizer; ``top`` is its limit times ``2**-margin``. What is kept is the scale as it was."""
-    if KEEPS:
+    """Serve one quantizer; ``top`` is its limit times ``2**-margin``. KEEPS is which scale is kept, if any."""
+    if BLANKS:
+        tl.store(amax, 0.0)
+    if KEEPS == "old":
         tl.store(kept + place * APART, tl.load(scale))
         tl.debug_barrier()
     if FOLDS or CLOSES:
@@ -85,6 +88,9 @@ def _serve(
                 moved = tl.where(slot == L - 1, observed, moved)
                 tl.debug_barrier()
                 tl.store(history + slot, tl.where(slot == 0, 0.0, moved), mask=slot < L)
+    if KEEPS == "new":
+        tl.debug_barrier()  # whichever thread wrote the scale
+        tl.store(kept + place * APART, tl.load(scale))
 
 
 @triton.jit
@@ -129,6 +135,7 @@ def _close_kernel(
     CLOSES: tl.constexpr,
     RECENT: tl.constexpr,
     KEEPS: tl.constexpr,
+    BLANKS: tl.constexpr,
     APART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -139,28 +146,142 @@ def _close_kernel(
     """
     index = tl.program_id(0)
     if index == 0:
-        _serve(scale0, history0, amax0, top0, 0, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+        _serve(
+            scale0, history0, amax0, top0, 0, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK
+        )
     if COUNT > 1:
         if index == 1:
-            _serve(scale1, history1, amax1, top1, 1, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale1,
+                history1,
+                amax1,
+                top1,
+                1,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
     if COUNT > 2:
         if index == 2:
-            _serve(scale2, history2, amax2, top2, 2, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale2,
+                history2,
+                amax2,
+                top2,
+                2,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
     if COUNT > 3:
         if index == 3:
-            _serve(scale3, history3, amax3, top3, 3, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale3,
+                history3,
+                amax3,
+                top3,
+                3,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
     if COUNT > 4:
         if index == 4:
-            _serve(scale4, history4, amax4, top4, 4, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale4,
+                history4,
+                amax4,
+                top4,
+                4,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
     if COUNT > 5:
         if index == 5:
-            _serve(scale5, history5, amax5, top5, 5, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale5,
+                history5,
+                amax5,
+                top5,
+                5,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
     if COUNT > 6:
         if index == 6:
-            _serve(scale6, history6, amax6, top6, 6, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale6,
+                history6,
+                amax6,
+                top6,
+                6,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
     if COUNT > 7:
         if index == 7:
-            _serve(scale7, history7, amax7, top7, 7, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, APART, BLOCK)
+            _serve(
+                scale7,
+                history7,
+                amax7,
+                top7,
+                7,
+                kept,
+                L,
+                largest_float,
+                FOLDS,
+                CLOSES,
+                RECENT,
+                KEEPS,
+                BLANKS,
+                APART,
+                BLOCK,
+            )
 
 
 def close_step(
@@ -172,7 +293,8 @@ def close_step(
     margin: int = 0,
     algorithm: str = "max",
     closes: bool = True,
-    keeps: bool = False,
+    keeps: str = "",
+    blanks: bool = False,
 ) -> list[torch.Tensor]:
     """Fold observations into the histories of delayed scaling and close their step, in place.
 
@@ -188,10 +310,12 @@ def close_step(
         margin: scales are divided by ``2**margin``.
         algorithm: ``"max"`` over the history, or ``"most_recent"``.
         closes: whether the step is closed, or only observations are folded in.
-        keeps: whether to copy the scales first.
+        keeps: ``"old"`` to copy the scales as they were, ``"new"`` as they are afterwards, empty for no copies.
+        blanks: whether to make tensors of zero too, where nothing is folded in.
 
     Returns:
-        Copies of the scales as they were, float32 ``[1]`` each; nothing without ``keeps``.
+        With ``keeps`` the copies, float32 ``[1]`` each, and then with ``blanks`` as many zeros, float32 ``[1]``, each a
+        tensor of its own, for kernels to observe into.
 
     Raises:
         ValueError: another algorithm; sequences of different lengths.
@@ -204,6 +328,7 @@ def close_step(
             raise value_error(where, name, f"one for each of {len(scales)} scales", len(given))
     together: dict[Any, list[int]] = {}
     kept: dict[int, torch.Tensor] = {}
+    zeros: dict[int, torch.Tensor] = {}
     for index, history in enumerate(histories):
         folds = amaxes[index] is not None
         if closes or folds or keeps:
@@ -213,7 +338,7 @@ def close_step(
     for (_, folds), indices in together.items():
         for start in range(0, len(indices), _CHUNK):
             chunk = indices[start : start + _CHUNK]
-            made = _launch(
+            made, blank = _launch(
                 [scales[index] for index in chunk],
                 [histories[index] for index in chunk],
                 [amaxes[index] for index in chunk] if folds else [],
@@ -222,27 +347,42 @@ def close_step(
                 CLOSES=closes,
                 RECENT=algorithm == "most_recent",
                 KEEPS=keeps,
+                BLANKS=blanks and not folds,
             )
             kept.update(zip(chunk, made, strict=False))
-    return [kept[index] for index in range(len(scales))] if keeps else []
+            zeros.update(zip(chunk, blank, strict=False))
+    return [own[index] for own in (kept, zeros) if own for index in range(len(scales))]
 
 
-def copies(scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A copy of each of some scales (float32 ``[1]``), in one launch for every eight."""
+def copies(scales: Sequence[torch.Tensor], blanks: bool = False) -> list[torch.Tensor]:
+    """A copy of each of some scales (float32 ``[1]``), in one launch for every eight.
+
+    Args:
+        scales: what to copy.
+        blanks: whether to make as many zeros too, as :func:`close_step` does.
+    """
     kept: list[torch.Tensor] = []
+    zeros: list[torch.Tensor] = []
     for start in range(0, len(scales), _CHUNK):
         chunk = scales[start : start + _CHUNK]
-        kept.extend(_launch(chunk, [], [], [], FOLDS=False, CLOSES=False, RECENT=False, KEEPS=True))
-    return kept
+        made = _launch(chunk, [], [], [], FOLDS=False, CLOSES=False, RECENT=False, KEEPS="old", BLANKS=blanks)
+        kept.extend(made[0])
+        zeros.extend(made[1])
+    return kept + zeros
 
 
-def _launch(scales: Any, histories: Any, amaxes: Any, tops: Any, **constants: bool) -> list[torch.Tensor]:
+def _launch(
+    scales: Any, histories: Any, amaxes: Any, tops: Any, **constants: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Launch the kernel for at most eight quantizers; arguments that it does not look at may be missing.
 
     Returns:
-        The copies that were made.
+        The copies and the zeros that were made.
     """
     count, device = len(scales), scales[0].device
+    blanks: list[torch.Tensor] = []
+    if constants["BLANKS"]:
+        blanks = amaxes = [torch.empty(1, dtype=torch.float32, device=device) for _ in scales]
     kept = torch.empty((count, _APART), dtype=torch.float32, device=device) if constants["KEEPS"] else None
     # not one that is written to: a compiler that makes mutation explicit would write both back
     idle = torch.empty(1, dtype=torch.float32, device=device) if constants["CLOSES"] else scales[0]
@@ -263,4 +403,4 @@ def _launch(scales: Any, histories: Any, amaxes: Any, tops: Any, **constants: bo
         num_warps=4,
         **constants,
     )
-    return [] if kept is None else list(kept[:, :1].unbind())
+    return ([] if kept is None else list(kept[:, :1].unbind())), blanks

@@ -321,7 +321,9 @@ def target(
         data = torch.empty((cols, rows), dtype=quantizer.dtype, device=device)
         column = data, _scales(quantizer, blocks, cols, rows, device)
     some: Any = row or column
-    amax = some[1] if blocks else torch.zeros(1, dtype=torch.float32, device=device)
+    amax = some[1] if blocks else bound.blank
+    if amax is None:
+        amax = torch.zeros(1, dtype=torch.float32, device=device)
     scale = some[1] if bound.scale is None else bound.scale
     arguments = (*(row or some), *(column or some), amax, scale)
     return Target(ends, arguments, constants, quantizer, dtype, amax if quantizer.stateful else None)

@@ -1,7 +1,8 @@
 """Contestants: a model, a recipe and a way to run it, made into one training step without optimizer.
 
-Ways to run (modes): eager; compiled; reduce-overhead, which is ``torch.compile`` with CUDA graphs; captured, which is
-one ``torch.cuda.graph`` of forward and backward; "cpp wrapper", which is compiled and launched from C++; graphed, which is ``te.make_graphed_callables``.
+Ways to run (modes): eager; compiled; "compiled, cpp wrapper", whose kernels are launched from C++; reduce-overhead,
+which is ``torch.compile`` with CUDA graphs; captured, which is one ``torch.cuda.graph`` of forward and backward;
+graphed, which is ``te.make_graphed_callables``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training steps of a Hugging Face Llama of about a billion parameters: as it is, in torchao's FP8, and converted.
 
-Needs transformers. A step is forward, loss, backward and a fused AdamW step on one batch of 8,192 tokens, or of as many sequences as asked for.
-Everybody compiles every decoder layer, and the last projection with the loss; a graph of all layers would compile for
-minutes.
+Needs transformers. A step is forward, loss, backward and a fused AdamW step on one batch of 8,192 tokens, or of as
+many sequences as asked for. Everybody compiles every decoder layer, and the last projection with the loss; a graph of
+all layers would compile for minutes.
 """
 
 from __future__ import annotations

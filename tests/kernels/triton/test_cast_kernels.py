@@ -62,6 +62,15 @@ def test_equals_the_reference(shape: tuple[int, ...], name: str, dtype: torch.dt
     assert_cast(quantize(x, bound), x, bound, dtype)
 
 
+def test_the_amax_goes_where_it_is_told_to(device: str) -> None:
+    x = values((64, 128), BF16, device)
+    bound = bound_to(FORMATS["delayed"], device)
+    blank = torch.zeros(1, device=device)
+    made, amax = quantize(x, dataclasses.replace(bound, blank=blank))
+    assert amax is blank
+    assert_cast((made, amax), x, bound, BF16)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(0, 130), (130, 0), (2, 0, 3), (0,)])
 def test_no_elements(shape: tuple[int, ...], name: str, device: str) -> None:

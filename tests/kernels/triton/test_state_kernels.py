@@ -85,6 +85,26 @@ def test_lengths_may_differ(device: str) -> None:
     assert [history.tolist() for history in own] == [[0, 3, 3], [0], [0, 3, 3], [0, 7, 7, 7, 7, 7, 7]]
 
 
+@pytest.mark.parametrize("count", [3, 11])
+def test_copies_before_and_after_and_zeros(count: int, device: str) -> None:
+    from functional_te.kernels.triton.state import copies
+
+    how = dict(limit=[448.0] * count)
+    for keeps in ("old", "new"):
+        scales = [torch.full((1,), 1.0 + index, device=device) for index in range(count)]
+        own = [torch.full((5,), float(index), device=device) for index in range(count)]  # the first observed nothing
+        before = torch.cat(scales)
+        made = close_step(scales, own, [None] * count, **how, keeps=keeps, blanks=True)
+        assert torch.equal(torch.cat(made[:count]), before if keeps == "old" else torch.cat(scales))
+        assert not torch.equal(torch.cat(scales), before)
+        assert [zero.tolist() for zero in made[count:]] == [[0.0]] * count
+        assert len({zero.untyped_storage().data_ptr() for zero in made}) >= count  # zeros are written to one by one
+    assert torch.equal(torch.cat(copies(scales)), torch.cat(scales))
+    made = copies(scales, True)
+    assert torch.equal(torch.cat(made[:count]), torch.cat(scales))
+    assert [zero.tolist() for zero in made[count:]] == [[0.0]] * count
+
+
 def test_nothing_to_do(device: str) -> None:
     close_step([], [], [], limit=[])
     scale, history = torch.ones(1, device=device), torch.ones(4, device=device)
