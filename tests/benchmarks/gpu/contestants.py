@@ -138,6 +138,9 @@ def captured(step: Step, warmups: int = 3) -> Step:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     step.clear()
+    # cuBLAS's workspace has to be the graph's own: one of the warm-up would be freed when reduce-overhead records next,
+    # which frees all, and replays would write to what others hold by then
+    torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         step.run()
