@@ -10,9 +10,10 @@ __all__ = ["cpp_wrapper_options"]
 def cpp_wrapper_options() -> dict[str, bool]:
     """Options with which Inductor launches the kernels of a compiled step from C++ instead of Python.
 
-    ``torch.compile(model, options=bridge.cpp_wrapper_options())``: for steps whose kernels are shorter than their
-    launches, as those of small models are, where CUDA graphs (``mode="reduce-overhead"``) are not wanted. Compiling
-    takes longer, by a C++ compiler that has to be installed. The bits are those of plain ``torch.compile``.
+    ``torch.compile(model, options=bridge.cpp_wrapper_options())``. The bits are those of plain ``torch.compile``. A C++
+    compiler has to be installed, and compiling takes longer: over a minute for eight MLP blocks on a GPU. It is for
+    graphs of many short kernels where CUDA graphs (``mode="reduce-overhead"``) are not wanted; a single block was no
+    faster on an H200.
 
     ``{"cpp_wrapper": True}`` alone fails on a GPU when the backward is compiled: Inductor sets the three options it
     derives from that one before it applies ``options`` to the backward, which is compiled later, in a thread of
