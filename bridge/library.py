@@ -88,7 +88,8 @@ class RegisteredOp:
     def _run_closed(self, *flat: Any) -> list[torch.Tensor]:
         made = [result.contiguous() for result in self._run(*flat)]  # as the fake says they are
         # an amax may be the tensor that was given up for it, which a closed op may not return
-        return [result.clone() if any(result is given for given in flat) else result for result in made]
+        given = {id(one) for own in flat for one in (own if isinstance(own, (list, tuple)) else (own,))}
+        return [result.clone() if id(result) in given else result for result in made]
 
     def _run_transparent(self, *flat: Any) -> list[torch.Tensor]:
         # while the compiler traces a region whose policy of selective checkpointing names custom ops

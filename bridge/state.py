@@ -127,6 +127,16 @@ def _keep_scales(scales: Sequence[torch.Tensor], blanks: bool) -> list[torch.Ten
     return copied
 
 
+def _closed(body: Any) -> Any:
+    """``body`` as a closed op may run it, whose results may not share memory, as scales of one launch do."""
+
+    def run(*args: Any) -> Any:
+        made = body(*args)
+        return None if made is None else [own.clone() for own in made]
+
+    return run
+
+
 _Launch = tuple[str, Any, Any]
 # Ops that are launches of kernels: a compiler looks into their bodies. Each has a twin with a closed body, and a fake.
 _LAUNCHES: tuple[_Launch, ...] = (
@@ -144,7 +154,7 @@ for _name, _body, _fake in _LAUNCHES:
     _library.define(f"{_name}{_schema}")
     _library.impl(_name, _body, "CompositeImplicitAutograd")
     _library.define(f"{_name}_opaque{_schema}")
-    _library.impl(f"{_name}_opaque", _body, "CompositeExplicitAutograd")
+    _library.impl(f"{_name}_opaque", _closed(_body), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}_opaque", _fake, lib=_library)
 _library.impl("keep", _keep, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::keep", lambda read: [torch.empty_like(own) for own in read], lib=_library)
@@ -303,7 +313,8 @@ def open_(
         entries: quantizers and their states.
         opens: which of them close their step.
         blanks: whether casts may observe into tensors that are made here (:attr:`BoundQuantizer.blank
-            <functional_te.quantization.tensor.BoundQuantizer.blank>`); only with kernels that close many steps.
+            <functional_te.quantization.tensor.BoundQuantizer.blank>`), for ops that a compiler sees through; only with
+            kernels that close many steps.
 
     Returns:
         What casts read, and float32 ``[1]`` of zero, one for each of them or none.

@@ -50,7 +50,7 @@ def _serve(
     place,
     kept,
     L,
-    largest_float,
+    huge,
     FOLDS: tl.constexpr,
     CLOSES: tl.constexpr,
     RECENT: tl.constexpr,
@@ -81,7 +81,7 @@ def _serve(
             new = divide(tl.cast(top, tl.float32), tl.where(usable, largest, 1.0))
             # every thread has read what it needs before any writes
             tl.debug_barrier()
-            tl.store(scale, tl.where(usable, tl.minimum(new, tl.cast(largest_float, tl.float32)), tl.load(scale)))
+            tl.store(scale, tl.where(usable, tl.minimum(new, tl.cast(huge, tl.float32)), tl.load(scale)))
             for start in tl.range(0, L, BLOCK):
                 slot = start + tl.arange(0, BLOCK)
                 moved = tl.load(history + slot + 1, mask=slot + 1 < L, other=0.0)
@@ -129,7 +129,7 @@ def _close_kernel(
     top7,
     kept,
     L,
-    largest_float,
+    huge,
     COUNT: tl.constexpr,
     FOLDS: tl.constexpr,
     CLOSES: tl.constexpr,
@@ -146,142 +146,28 @@ def _close_kernel(
     """
     index = tl.program_id(0)
     if index == 0:
-        _serve(
-            scale0, history0, amax0, top0, 0, kept, L, largest_float, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK
-        )
+        _serve(scale0, history0, amax0, top0, 0, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 1:
         if index == 1:
-            _serve(
-                scale1,
-                history1,
-                amax1,
-                top1,
-                1,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale1, history1, amax1, top1, 1, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 2:
         if index == 2:
-            _serve(
-                scale2,
-                history2,
-                amax2,
-                top2,
-                2,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale2, history2, amax2, top2, 2, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 3:
         if index == 3:
-            _serve(
-                scale3,
-                history3,
-                amax3,
-                top3,
-                3,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale3, history3, amax3, top3, 3, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 4:
         if index == 4:
-            _serve(
-                scale4,
-                history4,
-                amax4,
-                top4,
-                4,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale4, history4, amax4, top4, 4, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 5:
         if index == 5:
-            _serve(
-                scale5,
-                history5,
-                amax5,
-                top5,
-                5,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale5, history5, amax5, top5, 5, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 6:
         if index == 6:
-            _serve(
-                scale6,
-                history6,
-                amax6,
-                top6,
-                6,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale6, history6, amax6, top6, 6, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
     if COUNT > 7:
         if index == 7:
-            _serve(
-                scale7,
-                history7,
-                amax7,
-                top7,
-                7,
-                kept,
-                L,
-                largest_float,
-                FOLDS,
-                CLOSES,
-                RECENT,
-                KEEPS,
-                BLANKS,
-                APART,
-                BLOCK,
-            )
+            _serve(scale7, history7, amax7, top7, 7, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
 
 
 def close_step(
