@@ -15,9 +15,9 @@ def cpp_wrapper_options() -> dict[str, bool]:
     graphs of many short kernels where CUDA graphs (``mode="reduce-overhead"``) are not wanted; a single block was no
     faster on an H200.
 
-    ``{"cpp_wrapper": True}`` alone fails on a GPU when the backward is compiled: Inductor sets the three options it
-    derives from that one before it applies ``options`` to the backward, which is compiled later, in a thread of
-    autograd's. So they are all given here.
+    In PyTorch 2.11 ``{"cpp_wrapper": True}`` alone fails on a GPU when the backward is compiled: Inductor sets the
+    three options that it derives from that one before it applies ``options`` to the backward, which is compiled later,
+    in a thread of autograd's. So they are all given here.
     """
     return {
         "cpp_wrapper": True,

@@ -52,6 +52,8 @@ class RegisteredOp:
         self.impl = impl
         self.fake = fake
         self.result = result
+        slots = self.schema.arguments.split(", ")
+        self._blanks = frozenset(place for place, slot in enumerate(slots) if slot.endswith("_blank"))
         self.opaque = self._define(name if opaque else f"{name}_opaque", "CompositeExplicitAutograd")
         self.op = self.opaque if opaque else self._define(name, "CompositeImplicitAutograd")
         public_names[self.opaque] = self.op
@@ -86,10 +88,9 @@ class RegisteredOp:
         return pytree.leaves(self._normal(self.impl(self.schema.decode(flat))))
 
     def _run_closed(self, *flat: Any) -> list[torch.Tensor]:
-        made = [result.contiguous() for result in self._run(*flat)]  # as the fake says they are
-        # an amax may be the tensor that was given up for it, which a closed op may not return
-        given = {id(one) for own in flat for one in (own if isinstance(own, (list, tuple)) else (own,))}
-        return [result.clone() if id(result) in given else result for result in made]
+        # what a cast may write to and give back, but a closed op may not
+        own = [None if place in self._blanks else given for place, given in enumerate(flat)]
+        return [result.contiguous() for result in self._run(*own)]  # as the fake says they are
 
     def _run_transparent(self, *flat: Any) -> list[torch.Tensor]:
         # while the compiler traces a region whose policy of selective checkpointing names custom ops

@@ -110,7 +110,7 @@ class _Facts:
 
 
 class ProgramFunction(torch.autograd.Function):
-    """A recorded chain. Arguments are the distinct tensors, what casts read, and the state that the backward writes."""
+    """A recorded chain. Arguments: the distinct tensors, what ``begin`` gave, the state that the backward writes."""
 
     @staticmethod
     def forward(ctx: Any, text: str, *tensors: torch.Tensor) -> Any:

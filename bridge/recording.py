@@ -195,7 +195,6 @@ class _Recorder:
         values = dict(zip(self.forward_entries, zip(tensors[::2], tensors[1::2], strict=True), strict=True))
         state = self._state(values)
         entries = [(self.entries[index, role][0], state[index][role]) for index, role in self.forward_entries]
-        # a closed op may not give back what it was given
         reads, blanks = states.open_(
             entries, [index in self.key.opens for index, _ in self.forward_entries], self.plan.traceable
         )

@@ -45,7 +45,7 @@ _signatures = {
     "str algorithm) -> ()",
     "open_step_": "(Tensor(a!)[] scales, Tensor(b!)[] amax_histories, float[] limits, int margin, str algorithm) "
     "-> Tensor[]",
-    "keep_scales": "(Tensor[] scales, bool blanks) -> Tensor[]",
+    "keep_scales": "(Tensor[] scales, bool blanks=False) -> Tensor[]",
 }
 
 
@@ -320,6 +320,7 @@ def open_(
         What casts read, and float32 ``[1]`` of zero, one for each of them or none.
     """
     reads = [state.read for _, state in entries]
+    # not where ops stay closed: no compiler takes a closed op that writes to some tensors and returns others
     blanks = blanks and all(has_closing_kernel(quantizer, state.read.device) for quantizer, state in entries)
     hows = {(quantizer.margin, quantizer.amax_compute_algo) for quantizer, _ in entries} if blanks else set()  # type: ignore[attr-defined]
     if len(hows) == 1 and all(opens):

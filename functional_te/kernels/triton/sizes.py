@@ -95,7 +95,7 @@ def norm_passes(rows: Any, cols: Any, bound: BoundQuantizer | None) -> tuple[Nor
     Statistics are of few long rows at a time: as much in flight as registers hold. A transposed copy needs tall tiles.
     Programs of 32 whole rows, which read them twice, make them where there are enough rows to fill the GPU with such
     and the second reading is of the L2 cache; elsewhere a second pass of tiles. So does a scale that the first pass has
-    to observe.
+    to observe. Passes sum in different orders, so the last bits of statistics depend on how many rows there are.
 
     Args:
         rows, cols: sizes.

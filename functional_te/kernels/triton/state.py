@@ -189,7 +189,7 @@ def close_step(
     for every eight quantizers with histories of one length.
 
     Args:
-        scales: float32 ``[1]`` of each quantizer.
+        scales: float32 ``[1]`` of each quantizer, each only once: their programs run side by side.
         histories: float32 ``[L]`` of each, contiguous; lengths may differ.
         amaxes: float32 ``[1]`` of each, or None for nothing to fold in.
         limit: largest finite value of the element format of each.
@@ -197,14 +197,15 @@ def close_step(
         algorithm: ``"max"`` over the history, or ``"most_recent"``.
         closes: whether the step is closed, or only observations are folded in.
         keeps: ``"old"`` to copy the scales as they were, ``"new"`` as they are afterwards, empty for no copies.
-        blanks: whether to make tensors of zero too, where nothing is folded in.
+        blanks: whether to make tensors of zero too; with ``keeps``, and where nothing is folded in.
 
     Returns:
         With ``keeps`` the copies, float32 ``[1]`` each, and then with ``blanks`` as many zeros, float32 ``[1]``, each a
         tensor of its own, for kernels to observe into.
 
     Raises:
-        ValueError: another algorithm; sequences of different lengths.
+        ValueError: another algorithm; sequences of different lengths; something else to keep; ``blanks`` without
+            ``keeps`` or with an amax.
     """
     where = "close_step"
     if algorithm not in _ALGORITHMS:
@@ -212,6 +213,10 @@ def close_step(
     for name, given in (("histories", histories), ("amaxes", amaxes), ("limit", limit)):
         if len(given) != len(scales):
             raise value_error(where, name, f"one for each of {len(scales)} scales", len(given))
+    if keeps not in ("", "old", "new"):
+        raise value_error(where, "keeps", "'', 'old' or 'new'", repr(keeps))
+    if blanks and not (keeps and all(amax is None for amax in amaxes)):
+        raise value_error(where, "blanks", "keeps and no amaxes", f"keeps={keeps!r} and {len(amaxes)} amaxes")
     together: dict[Any, list[int]] = {}
     kept: dict[int, torch.Tensor] = {}
     zeros: dict[int, torch.Tensor] = {}
@@ -233,7 +238,7 @@ def close_step(
                 CLOSES=closes,
                 RECENT=algorithm == "most_recent",
                 KEEPS=keeps,
-                BLANKS=blanks and not folds,
+                BLANKS=blanks,
             )
             kept.update(zip(chunk, made, strict=False))
             zeros.update(zip(chunk, blank, strict=False))

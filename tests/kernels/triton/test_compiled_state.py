@@ -17,6 +17,8 @@ import bridge
 import functional_te as fte
 from bridge import program, state
 from functional_te.kernels import resolve_backend
+from functional_te.quantization.quantizers import Float8DelayedScalingQuantizer
+from functional_te.quantization.tensor import BoundQuantizer
 
 
 @pytest.fixture
@@ -80,3 +82,20 @@ def test_steps_are_those_of_eager_mode(algorithm: str, begun: list[tuple[int, in
     assert len(want) == len(got)
     # states differ in when, not in what: a compiled backward closes its step, an eager one leaves that to the next
     assert all(torch.equal(mine, eager) for mine, eager in zip(got, want, strict=True))
+
+
+def test_a_closed_op_leaves_the_zero_alone(device: str) -> None:
+    quantizer = Float8DelayedScalingQuantizer(torch.float8_e4m3fn)
+    blank = torch.zeros(1, device=device)
+    bound = BoundQuantizer(quantizer=quantizer, scale=torch.ones(1, device=device), blank=blank)
+    x = torch.full((16, 32), 3.0, device=device)
+    args = fte.Quantize.fwd_args_type(tensor=x, quantizer=bound, backend="triton")
+    forward, _ = bridge.register_custom_op(fte.Quantize)
+    (closed,) = fte.pytree.leaves(forward(args, opaque=True).amaxes)
+    (seen,) = fte.pytree.leaves(fte.Quantize.forward_impl(args).amaxes)
+    assert seen is blank
+    assert closed is not blank
+    assert closed.item() == seen.item() == 3.0
+    blank.zero_()
+    forward(args, opaque=True)
+    assert blank.item() == 0

@@ -117,5 +117,10 @@ def test_bad_arguments(device: str) -> None:
     one = [torch.ones(1, device=device)]
     with pytest.raises(ValueError, match="close_step: algorithm: expected 'max' or 'most_recent', got 'mean'"):
         close_step(one, one, one, limit=[448.0], algorithm="mean")
+    with pytest.raises(ValueError, match="close_step: keeps: expected '', 'old' or 'new', got True"):
+        close_step(one, one, [None], limit=[448.0], keeps=True)
+    for wrong in (dict(amaxes=one, keeps="old"), dict(amaxes=[None])):
+        with pytest.raises(ValueError, match="close_step: blanks: expected keeps and no amaxes"):
+            close_step(one, one, limit=[448.0], blanks=True, **wrong)
     with pytest.raises(ValueError, match="close_step: limit: expected one for each of 1 scales, got 0"):
         close_step(one, one, one, limit=[])
