@@ -122,7 +122,7 @@ def _open_step_(
     return _close_step(scales, amax_histories, [], limits, margin, algorithm, "new", True)
 
 
-def _keep_scales(scales: Sequence[torch.Tensor], blanks: bool) -> list[torch.Tensor]:
+def _keep_scales(scales: Sequence[torch.Tensor], blanks: bool = False) -> list[torch.Tensor]:
     copied: list[torch.Tensor] = _fused(scales[0].device.type).copies(scales, blanks)
     return copied
 
@@ -139,6 +139,7 @@ def _closed(body: Any) -> Any:
 
 _Launch = tuple[str, Any, Any]
 # Ops that are launches of kernels: a compiler looks into their bodies. Each has a twin with a closed body, and a fake.
+# Defaults of the schema are theirs too: PyTorch hands on no argument that equals its default.
 _LAUNCHES: tuple[_Launch, ...] = (
     ("fold_amaxes_", _fold_amaxes, lambda amax_histories, amaxes: None),
     ("close_step_", _close_step_, lambda *args: None),
@@ -146,7 +147,7 @@ _LAUNCHES: tuple[_Launch, ...] = (
     (
         "keep_scales",
         _keep_scales,
-        lambda scales, blanks: [torch.empty_like(scale) for scale in (*scales, *scales * blanks)],
+        lambda scales, blanks=False: [torch.empty_like(scale) for scale in (*scales, *scales * blanks)],
     ),
 )
 for _name, _body, _fake in _LAUNCHES:
@@ -193,7 +194,7 @@ def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     one_dtype = all(own.dtype is torch.float32 for own in read)
     if one_dtype and _has_kernel(read[0].device.type):
-        kept: list[torch.Tensor] = _op("keep_scales")(read, False)
+        kept: list[torch.Tensor] = _op("keep_scales")(read)
         return kept
     return torch.ops.functional_te.keep(read)
 

@@ -84,6 +84,14 @@ def test_steps_are_those_of_eager_mode(algorithm: str, begun: list[tuple[int, in
     assert all(torch.equal(mine, eager) for mine, eager in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_scales_are_copied_with_and_without_zeros(closed: bool, begun: list[tuple[int, int]], device: str) -> None:
+    op = getattr(torch.ops.functional_te, "keep_scales_opaque" if closed else "keep_scales")
+    scales = [torch.full((1,), value, device=device) for value in (2.0, 3.0)]
+    for arguments, zeros in (((), []), ((False,), []), ((True,), [0.0, 0.0])):
+        assert [own.item() for own in op(scales, *arguments)] == [2.0, 3.0, *zeros]
+
+
 def test_a_closed_op_leaves_the_zero_alone(device: str) -> None:
     quantizer = Float8DelayedScalingQuantizer(torch.float8_e4m3fn)
     blank = torch.zeros(1, device=device)
