@@ -52,8 +52,7 @@ class RegisteredOp:
         self.impl = impl
         self.fake = fake
         self.result = result
-        slots = self.schema.arguments.split(", ")
-        self._blanks = frozenset(place for place, slot in enumerate(slots) if slot.endswith("_blank"))
+        self._blanks = frozenset(i for i, slot in enumerate(self.schema.names) if slot.endswith("_blank"))
         self.opaque = self._define(name if opaque else f"{name}_opaque", "CompositeExplicitAutograd")
         self.op = self.opaque if opaque else self._define(name, "CompositeImplicitAutograd")
         public_names[self.opaque] = self.op

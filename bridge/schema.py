@@ -146,6 +146,10 @@ class Schema:
     Args:
         bundle: the bundle class.
 
+    Attributes:
+        arguments: the arguments as a schema declares them.
+        names: their names, without that of the constants, which come last.
+
     Raises:
         TypeError: a field mixes tensors with plain values.
     """
@@ -155,6 +159,7 @@ class Schema:
         self.fields = _parse(bundle)
         slots = _signature(self.fields, "", False)
         self.arguments = ", ".join([*slots, "str constants"])
+        self.names = [slot.split()[1] for slot in slots]
         self._kinds = [slot.split()[0].rstrip("?") for slot in slots]
         self._encode, self._summary = _generate(bundle, self.fields, self._kinds)
 

@@ -106,13 +106,13 @@ def norm_passes(rows: Any, cols: Any, bound: BoundQuantizer | None) -> tuple[Nor
         # rows in registers (measured on an H200: 38 instead of 45 us without a cast at 8192 x 4096); a transposed copy
         # of wide ones would be written in strips of too few rows (125 instead of 78 us)
         height = min(_WHOLE_TILE // lanes, 16)
-        if bound is None or (type(bound.quantizer) is Float8DelayedScalingQuantizer and not bound.quantizer.columnwise):
+        delayed = bound is not None and type(bound.quantizer) is Float8DelayedScalingQuantizer
+        if bound is None or (delayed and not bound.quantizer.columnwise):
             return (NormPass(True, True, height, lanes, lanes, lanes, 8, True),)
-        if type(bound.quantizer) is Float8DelayedScalingQuantizer and isinstance(rows, int) and rows >= 32 * FILL:
+        if delayed and isinstance(rows, int) and rows >= 32 * FILL and cols >= 1024:
             # 27 instead of 42 us at 8192 x 2048, 58 instead of 70 at 8192 x 4096; 64 rows, 128 columns are slower
-            if cols >= 1024:
-                return (NormPass(True, True, 32, 256, _whole(cols, 256), 256, 8),)
-        if type(bound.quantizer) is Float8DelayedScalingQuantizer and cols <= 2048:
+            return (NormPass(True, True, 32, 256, _whole(cols, 256), 256, 8),)
+        if delayed and cols <= 2048:
             return (NormPass(True, True, 16, lanes, lanes, lanes, 8, True),)
     alone = NormPass(True, True, min(4096 // lanes, 64), lanes, _whole(cols, lanes), lanes, 4)
     if bound is None:

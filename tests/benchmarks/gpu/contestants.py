@@ -31,8 +31,8 @@ RECIPES: dict[str, Any] = {
 }
 COMPILE: dict[str, dict[str, Any]] = {
     "compiled": {},
-    "reduce-overhead": {"mode": "reduce-overhead"},
     "compiled, cpp wrapper": {"options": bridge.cpp_wrapper_options()},
+    "reduce-overhead": {"mode": "reduce-overhead"},
 }
 
 

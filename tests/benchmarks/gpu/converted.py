@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 import bridge
-from tests.benchmarks.gpu.contestants import RECIPES, Contestant, Step
+from tests.benchmarks.gpu.contestants import COMPILE, RECIPES, Contestant, Step
 
 # the last projection stays in high precision for everybody, as is usual for FP8 training
 HEAD = "lm_head"
-# ways to compile, and their names in the table
-MODES = {"default": "compiled", "cpp wrapper": "compiled, cpp wrapper", "reduce-overhead": "reduce-overhead"}
 
 
 def sizes(device: str) -> dict[str, int]:
@@ -44,13 +42,13 @@ def llama(device: str, batch: int | None = None) -> tuple[Any, torch.Tensor]:
     return model, tokens
 
 
-def build(kind: str, device: str, mode: str | None = "default", batch: int | None = None) -> Step:
+def build(kind: str, device: str, mode: str | None = "compiled", batch: int | None = None) -> Step:
     """One training step.
 
     Args:
         kind: "torch", "torchao", or the name of a recipe of the converted model.
         device: "cuda" or "cpu".
-        mode: how ``torch.compile`` compiles, or "cpp wrapper"; None for an eager step.
+        mode: a way to compile of :data:`COMPILE <tests.benchmarks.gpu.contestants.COMPILE>`; None for an eager step.
         batch: sequences, or None for the usual number.
     """
     model, tokens = llama(device, batch)
@@ -68,8 +66,7 @@ def build(kind: str, device: str, mode: str | None = "default", batch: int | Non
         return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
     if mode is not None:
-        how = {"options": bridge.cpp_wrapper_options()} if mode == "cpp wrapper" else {"mode": mode}
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, **how}
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, **COMPILE[mode]}
         for layer in model.model.layers:
             layer.compile(**options)
         loss = torch.compile(loss, **options)
@@ -93,12 +90,12 @@ def contestants(device: str, batch: int | None = None) -> list[Contestant]:
     kinds |= {f"converted, {recipe}": recipe for recipe in ("delayed", "current", "none")}
     found = []
     for name, kind in kinds.items():
-        for mode, label in MODES.items():
+        for mode in COMPILE:
 
             def make(kind: str = kind, mode: str = mode) -> Step:
                 return build(kind, device, mode, batch)
 
-            found.append(Contestant(name, label, make, peer=kind in ("torch", "torchao"), extra=kind == "none"))
+            found.append(Contestant(name, mode, make, peer=kind in ("torch", "torchao"), extra=kind == "none"))
     found.append(Contestant("converted, delayed", "eager", lambda: build("delayed", device, None, batch), extra=True))
     return found
 
