@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bridge.joining import join
 from bridge.quantized_weight import QuantizedWeight, quantized_of
 from functional_te import pytree
 from functional_te.quantization.tensor import CachedWeight
@@ -33,9 +34,9 @@ def packed(weights: list[QuantizedWeight]) -> CachedWeight:
     parts = [quantized_of(weight) for weight in weights]
     first = parts[0]
     rows = [part.rowwise_data.view(torch.uint8) for part in parts]  # type: ignore[union-attr]
-    changes: dict[str, Any] = {"rowwise_data": torch.cat(rows).view(first.rowwise_data.dtype)}  # type: ignore[union-attr]
+    changes: dict[str, Any] = {"rowwise_data": join(rows, 0).view(first.rowwise_data.dtype)}  # type: ignore[union-attr]
     if first.columnwise_data is not None:
         columns = [part.columnwise_data.view(torch.uint8) for part in parts]  # type: ignore[union-attr]
-        changes["columnwise_data"] = torch.cat(columns, 1).view(first.columnwise_data.dtype)
+        changes["columnwise_data"] = join(columns, 1).view(first.columnwise_data.dtype)
     value = _StandIn.apply(*weights)
     return CachedWeight(value=value, quantized=pytree.replace(first, **changes), stored=True)

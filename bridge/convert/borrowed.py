@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import functional_te as fte
+from bridge.joining import join
 from bridge.ops.operation import BasicOperation, resolve_device
 from bridge.packed_weight import packed
 from bridge.quantized_weight import QuantizedWeight
@@ -165,7 +166,7 @@ class PackedWeight(Borrowed):
         weights = [source.weight for source in self.sources]
         if isinstance(weights[0], QuantizedWeight):
             return packed(weights)
-        return torch.cat([local(weight) for weight in weights])
+        return join([local(weight) for weight in weights], 0)
 
 
 class PackedBias(Borrowed):

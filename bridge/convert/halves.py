@@ -9,6 +9,7 @@ import torch
 from bridge.convert.borrowed import Borrowed
 from bridge.convert.chains import BoundChain, Parts, add, fork, inert, runs_recipe
 from bridge.convert.swap import original
+from bridge.joining import split
 
 __all__ = ["Projections", "StandIn", "Tail", "run_attention"]
 
@@ -64,7 +65,7 @@ class Projections:
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results one by one: views."""
-        return y.split(self.sizes, -1) if self.packed else (y,)
+        return split(y, self.sizes) if self.packed else (y,)
 
 
 def run_attention(module: Any, *args: Any, _projections: Any = None, **kwargs: Any) -> Any:

@@ -170,8 +170,11 @@ class Group(Layout):
         recipe, block, modules = active_recipe(), self.block.uid, self.modules
         params: list[Any] = [{}] * len(modules)
         for slot in slots(block).split():
-            index = int(slot.split(":")[0])
-            params[index] = modules[index]._parameters
+            place, _, name = slot.partition(":")
+            index = int(place)
+            own = modules[index]._parameters
+            # an operation whose parameters are another module's, or made of them, has them as attributes
+            params[index] = own if name in own else {**params[index], name: _attribute(modules[index], name)}
         places = "" if recipe is None else states(block, recipe.uid)
         if places == MISFIT:
             return None

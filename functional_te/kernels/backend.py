@@ -34,7 +34,7 @@ class Fused:
 
     None: there is none. A function that returns None does not take the case. ``activation_grad`` gets ``needs_bias`` as
     a bool. :mod:`bridge.state` calls ``close_step``, which closes steps of delayed scaling in place, and
-    ``copies``, which copies many scales.
+    ``copies``, which copies many scales; :mod:`bridge.joining` calls ``concatenate``.
     """
 
     activation: Callable[..., Any] | None = None
@@ -48,6 +48,7 @@ class Fused:
     close_step: Callable[..., Any] | None = None
     copies: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
+    concatenate: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 from functional_te.kernels.backend import FAST_ACCUMULATION, REFERENCE, Fused
 from functional_te.kernels.triton.activation import activation, activation_grad
 from functional_te.kernels.triton.cast import cast_bias, quantize, transpose
+from functional_te.kernels.triton.concatenate import concatenate
 from functional_te.kernels.triton.dropout import dropout
 from functional_te.kernels.triton.gemm import gemm_nn, gemm_nt, gemm_tn
 from functional_te.kernels.triton.grouped import grouped_nn, grouped_nt, grouped_sum, grouped_tn
@@ -45,5 +46,6 @@ TRITON = dataclasses.replace(
         close_step=close_step,
         copies=copies,
         transpose=transpose,
+        concatenate=concatenate,
     ),
 )

@@ -43,6 +43,7 @@ TILES: dict[str, tuple[int, int, int]] = {
     "transpose": (128, 64, 4),
     "sum_rows": (32, 32, 4),
     "dropout": (8, 1024, 4),
+    "concatenate": (32, 256, 4),
 }
 
 
