@@ -48,7 +48,7 @@ _library.define("concatenate(Tensor[] parts, int dim) -> Tensor")
 _library.define("concatenate_opaque(Tensor[] parts, int dim) -> Tensor")
 _library.impl("concatenate", _transparent, "CompositeImplicitAutograd")
 _library.impl("concatenate_opaque", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::concatenate_opaque", lambda parts, dim: torch.cat(parts, dim), lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::concatenate_opaque", torch.cat, lib=_library)
 public_names[torch.ops.functional_te.concatenate_opaque.default] = torch.ops.functional_te.concatenate.default
 
 
@@ -82,7 +82,7 @@ class _Split(torch.autograd.Function):
 def _copies(parts: Sequence[Any]) -> bool:
     """Whether the kernel joins tensors like these in this call."""
     first = parts[0]
-    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or compat.functorch_active():
+    if not torch.compiler.is_dynamo_compiling() or compat.functorch_active():
         return False
     for part in parts:
         if type(part) not in _PLAIN or part.dim() < 2 or part.dtype is not first.dtype:

@@ -74,6 +74,9 @@ def test_run_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert run.main([*command, "--append"]) == 0
     assert json.loads((tmp_path / "cpu.json").read_text())["rows"] == data["rows"]
+    assert run.main([*command[:4], "--only", "torch bf16, compiled", *command[6:], "--append"]) == 0
+    added = json.loads((tmp_path / "cpu.json").read_text())["rows"]["mlp-t512-delayed"]["entries"]
+    assert [entry["name"] for entry in added] == [*(entry["name"] for entry in row["entries"]), "torch bf16"]
 
 
 def _results(path: Path, **values: float) -> Results:

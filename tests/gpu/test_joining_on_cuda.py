@@ -9,6 +9,8 @@ import torch
 
 from bridge import joining
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
 SIZES = (256, 64, 72)
 
 

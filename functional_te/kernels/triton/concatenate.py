@@ -26,7 +26,9 @@ def _copy_tile(source, out, tile, rows, cols, stride, out_stride, BM: tl.constex
     col = tile % across * BN + tl.arange(0, BN)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     down = row.to(tl.int64)[:, None]
-    tl.store(out + down * out_stride + col[None, :], tl.load(source + down * stride + col[None, :], mask=inside), inside)
+    tl.store(
+        out + down * out_stride + col[None, :], tl.load(source + down * stride + col[None, :], mask=inside), inside
+    )
 
 
 @triton.jit

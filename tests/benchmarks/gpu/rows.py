@@ -67,6 +67,10 @@ class Settings:
         """Whether a contestant is to be measured."""
         return not self.only or any(fnmatch.fnmatch(name, pattern) for pattern in self.only)
 
+    def did(self, row: dict[str, Any]) -> bool:
+        """Whether a row of results has all these contestants."""
+        return bool(row.get("done")) and row.get("only", []) in ([], list(self.only))
+
     @property
     def late(self) -> bool:
         return self.deadline is not None and time.time() > self.deadline
@@ -318,6 +322,6 @@ def run_row(row: Row, settings: Settings, results: Results) -> None:
         results.write()
         measure.explain(error, settings.device)
         done = True
-    results.row(row.name, done=done, seconds=round(time.perf_counter() - start, 1))
+    results.row(row.name, done=done, only=list(settings.only), seconds=round(time.perf_counter() - start, 1))
     results.data["current"] = None
     results.write()

@@ -48,7 +48,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--profile", action="store_true", help="write tables of the kernels of our steps beside the JSON"
     )
     parser.add_argument(
-        "--append", action="store_true", help="go on with the file: rows that are done stay as they are"
+        "--append",
+        action="store_true",
+        help="go on with the file: rows that are done stay as they are, other contestants of --only are added",
     )
     parser.add_argument(
         "--only", default="", help='patterns of contestants, separated by semicolons: "ours*;te.ops, eager"'
@@ -121,7 +123,7 @@ def work(options: argparse.Namespace) -> int:
         ceilings=measured,
     )
     for name in options.chosen:
-        if results.data["rows"].get(name, {}).get("done"):
+        if settings.did(results.data["rows"].get(name, {})):
             continue
         if settings.late:
             print(f"{name}: left out, no time", flush=True)
