@@ -172,9 +172,10 @@ class Group(Layout):
         for slot in slots(block).split():
             place, _, name = slot.partition(":")
             index = int(place)
-            own = modules[index]._parameters
+            module = modules[index]
             # an operation whose parameters are another module's, or made of them, has them as attributes
-            params[index] = own if name in own else {**params[index], name: _attribute(modules[index], name)}
+            borrowed = name not in module._parameters
+            params[index] = {**params[index], name: _attribute(module, name)} if borrowed else module._parameters
         places = "" if recipe is None else states(block, recipe.uid)
         if places == MISFIT:
             return None

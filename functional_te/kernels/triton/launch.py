@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.library import wrap_triton  # noqa: TID251 - a way to call a kernel, no registration
 
+from functional_te.kernels.triton.analysis import remember_analyses
+
 __all__ = [
     "INTERPRETED",
     "PLAIN_TYPES",
@@ -56,6 +58,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
     if type(probe) not in PLAIN_TYPES:
         record = getattr(_recorder, "record", None)
         if record is None:
+            remember_analyses()
             wrap_triton(kernel)[grid](*args, **constants)
         else:
             record(Launch(kernel, grid, args, constants), [arg for arg in args if isinstance(arg, torch.Tensor)])
