@@ -37,7 +37,7 @@ def _kind(value: Any) -> Any:
     Raises:
         _Unknown: that is not known.
     """
-    import sympy
+    import sympy  # type: ignore[import-untyped]
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
