@@ -56,11 +56,15 @@ def remembering(analyze: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(analyze)
     def analysis(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
-        module = getattr(getattr(kernel, "fn", None), "__module__", None) or ""
+        own, arguments = kernel, kwargs
+        if hasattr(kernel, "configs"):  # PyTorch wraps a kernel anew for every launch with a number of warps
+            own, chosen = kernel.fn, kernel.configs[:1]
+            arguments = {**kwargs, **chosen[0].kwargs} if chosen else kwargs
+        module = getattr(own, "__module__", None) or ""
         if tma_descriptor_metadata or not module.startswith(_OURS):
             return analyze(kernel, kwargs, tma_descriptor_metadata)
         try:
-            key = (kernel, *[(name, _kind(value)) for name, value in kwargs.items()])
+            key = (own, *[(name, _kind(value)) for name, value in arguments.items()])
         except _Unknown:
             return analyze(kernel, kwargs, tma_descriptor_metadata)
         if key not in known:

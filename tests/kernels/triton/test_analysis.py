@@ -13,20 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def kernel(module: str = "functional_te.kernels.triton.cast") -> Any:
-    def fn() -> None: ...
+class Kernel:
+    """What the module of a kernel is known of."""
 
-    fn.__module__ = module
-    return Kernel(fn)
-
-
-class Kernel(SimpleNamespace):
-    """One that has a hash."""
-
-    def __init__(self, fn: Any) -> None:
-        super().__init__(fn=fn)
-
-    __hash__ = object.__hash__
+    def __init__(self, module: str | None = "functional_te.kernels.triton.cast") -> None:
+        self.__module__ = module  # type: ignore[assignment]
 
 
 @pytest.fixture
@@ -50,7 +41,7 @@ def fake(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_the_same_question_is_asked_once(asked: Any) -> None:
     ask, found = asked
-    own = kernel()
+    own = Kernel()
     for _ in range(3):
         answer = ask(own, {"x": fake(), "size": 128, "limit": 448.0, "END": "cast", "none": None}, {})
         assert answer == ["x"]
@@ -61,10 +52,10 @@ def test_the_same_question_is_asked_once(asked: Any) -> None:
 def test_what_makes_a_question_another(asked: Any) -> None:
     ask, found = asked
     first = {"x": fake(), "size": 128, "FLAG": True}
-    own = kernel()
+    own = Kernel()
     ask(own, first, {})
     others: list[Any] = [
-        (kernel(), first),
+        (Kernel(), first),
         (own, {**first, "x": fake(torch.bfloat16)}),
         (own, {**first, "size": 1}),
         (own, {**first, "size": 128.0}),
@@ -86,7 +77,7 @@ def test_what_makes_a_question_another(asked: Any) -> None:
 )
 def test_other_questions_are_passed_on(case: str, asked: Any) -> None:
     ask, found = asked
-    own = kernel({"another package": "functional_test.kernels", "no module": None}.get(case, "functional_te.kernels"))  # type: ignore[arg-type]
+    own = Kernel({"another package": "functional_test.kernels", "no module": None}.get(case, "functional_te.kernels"))
     kwargs: dict[str, Any] = {"x": torch.ones(4) if case == "a real tensor" else fake()}
     if case == "an unknown argument":
         kwargs["y"] = object()
@@ -96,11 +87,32 @@ def test_other_questions_are_passed_on(case: str, asked: Any) -> None:
     assert len(found) == 2
 
 
+def test_wrapped_kernels(asked: Any) -> None:
+    ask, found = asked
+
+    def wrapped(kernel: Any, *configs: dict[str, Any]) -> Any:
+        return SimpleNamespace(fn=kernel, configs=[SimpleNamespace(kwargs=own) for own in configs])
+
+    first, second = Kernel(), Kernel()
+    for _ in range(2):
+        ask(wrapped(first, {}), {"x": fake()}, {})
+        ask(wrapped(first), {"x": fake()}, {})
+        ask(first, {"x": fake()}, {})
+    assert len(found) == 1
+    ask(wrapped(second, {}), {"x": fake()}, {})
+    ask(wrapped(first, {"BM": 64}), {"x": fake()}, {})
+    ask(wrapped(first, {"BM": 32}), {"x": fake()}, {})
+    assert len(found) == 4
+    for _ in range(2):
+        ask(wrapped(Kernel("elsewhere.kernels"), {}), {"x": fake()}, {})
+    assert len(found) == 6
+
+
 def test_symbols(asked: Any) -> None:
     import sympy
 
     ask, found = asked
-    own = kernel()
+    own = Kernel()
     for value in (sympy.Symbol("s0"), sympy.Symbol("s1"), sympy.Symbol("s0") * 2):  # PyTorch looks at none of them
         ask(own, {"size": value}, {})
     assert len(found) == 1
