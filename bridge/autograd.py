@@ -25,7 +25,7 @@ from bridge.call import (
     split_saved,
 )
 from bridge.gate import eager_launcher, launcher
-from bridge.program import MISFIT, forward_places, run_program, states
+from bridge.program import MISFIT, forward_places, kinds_of, run_program, slots, states
 from bridge.replay import replayed
 from bridge.state import keep_scales, observe_
 from functional_te import pytree
@@ -372,11 +372,19 @@ def _recorded(
             return None
         places = [place.split(":") for place in text.split()]
     entries = _entries(state, places)
-    found = None if entries is None else run_program(block, params, x, extra_inputs, entries, recipe, way)
+    given = []
+    for slot in slots(block.uid).split():
+        index, _, name = slot.partition(":")
+        if name not in params[int(index)]:
+            return None
+        given.append(params[int(index)][name])
+    if entries is None:
+        return None
+    found = run_program(block, given, x, extra_inputs, entries, kinds_of(entries), recipe, way)
     if found is None:
         return None
-    outputs, amaxes, text = found
-    keys = [(int(places[place][0]), places[place][1]) for place in forward_places(text)]
+    outputs, amaxes, name = found
+    keys = [(int(places[place][0]), places[place][1]) for place in forward_places(name)]
     return outputs, dict(zip(keys, amaxes, strict=True))
 
 

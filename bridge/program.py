@@ -22,12 +22,13 @@ import torch
 
 from bridge import compat, recording
 from bridge.call import distinct
+from bridge.glue import call_source, define
 from functional_te._value import Table, uid_of, value_of
 from functional_te.chain import Chain
 from functional_te.fuser import default_fusions
 from functional_te.fuser.plan import find_plan
 
-__all__ = ["MISFIT", "fold", "forward_places", "run_program", "slots", "states"]
+__all__ = ["MISFIT", "as_made", "fold", "forward_places", "kinds_of", "run_program", "slots", "states"]
 
 _log = logging.getLogger("functional_te")
 _functions = Table()
@@ -66,7 +67,7 @@ def _find(key: Any) -> str:
     """Find or make the functions of a key, for real while a caller is traced.
 
     Returns:
-        What :class:`_Facts` reads; empty if the pipeline has to be traced.
+        Their name; empty if the pipeline has to be traced.
     """
     own = (key, default_fusions().uid)  # which may have become others since
     found = _found.get(own)
@@ -82,62 +83,43 @@ def _find(key: Any) -> str:
 
 def _make(key: recording.Key, name: str) -> str:
     key = key._replace(kinds=tuple(recording.Kind(*kind) for kind in key.kinds))
-    key = key._replace(entries=tuple(recording.Kind(*kind) for kind in key.entries))
+    if len(key.entries) == 2 and isinstance(key.entries[1], int):
+        key = key._replace(entries=recording.AsMade(*key.entries))
+    else:
+        key = key._replace(entries=tuple(recording.Kind(*kind) for kind in key.entries))
     try:
         made = recording.record(key)
     except (ValueError, TypeError, NotImplementedError, recording.Unsupported) as error:
         # of arguments that do not fit, tracing the pipeline tells the caller
         _log.info("the pipeline of %s is traced as it is: %s", value_of(key.block), error)
         return ""
-    for part, function in made.functions.items():
+    around = define(call_source(made, name), __name__, {"_functions": _functions, "ProgramFunction": ProgramFunction})
+    own: dict[str, Any] = {part: around[part] for part in ("run", "enter", "leave", "places", "fold") if part in around}
+    # forward and backward are those of the recording; its fold is called by that which takes all entries
+    recorded = {"amaxes" if part == "fold" else part: function for part, function in made.functions.items()}
+    for part, function in {**own, **recorded}.items():
         setattr(_functions, f"{name}_{part}", function)
-    return made.facts(name)
-
-
-class _Facts:
-    """What a traced caller knows of a recording: read from a string, which no guard is for."""
-
-    def __init__(self, text: str) -> None:
-        name, outputs, observes, differentiable, arguments, begun, forward, backward = text.split(" ")
-        self.name = name
-        self.outputs = int(outputs)
-        self.observes = int(observes)
-        self.differentiable = differentiable == "1"
-        self.arguments = int(arguments)
-        self.begun = int(begun)
-        self.forward = [int(place) for place in forward.split(",") if place != ""]
-        self.backward = [int(place) for place in backward.split(",") if place != ""]
+    return name
 
 
 class ProgramFunction(torch.autograd.Function):
     """A recorded chain. Arguments: the distinct tensors, what ``begin`` gave, the state that the backward writes."""
 
     @staticmethod
-    def forward(ctx: Any, text: str, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, name: str, *tensors: torch.Tensor) -> Any:
         """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
-        facts = _Facts(text)
-        count = facts.arguments + facts.begun
-        made = getattr(_functions, f"{facts.name}_forward")(*tensors[:count])
-        returned = facts.outputs + facts.observes
-        ctx.save_for_backward(*made[returned:])
-        ctx.text, ctx.entries = text, tensors[count:]
-        if facts.observes:
-            ctx.mark_non_differentiable(*made[facts.outputs : returned])
-        return made[0] if returned == 1 else tuple(made[:returned])
+        ctx.name = name
+        return getattr(_functions, f"{name}_enter")(ctx, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backward; what it observes is written to the state."""
-        facts, device = _Facts(ctx.text), grads[0].device.type
-        function = getattr(_functions, f"{facts.name}_backward")
-        arguments = (*ctx.saved_tensors, *ctx.entries, *grads[: facts.outputs])
+        function, device = getattr(_functions, f"{ctx.name}_leave"), grads[0].device.type
         if device == "meta":  # knows no autocast
-            result = function(*arguments)
-        else:
-            # a traced backward always leaves autocast: the state that matters is the one around the compiled call
-            with torch.autocast(device, enabled=False):
-                result = function(*arguments)
-        return (None, *result, *([None] * (facts.begun + len(ctx.entries))))
+            return function(ctx, grads)
+        # a traced backward always leaves autocast: the state that matters is the one around the compiled call
+        with torch.autocast(device, enabled=False):
+            return function(ctx, grads)
 
 
 def _device(tensor: torch.Tensor) -> Any:
@@ -163,78 +145,62 @@ def _open(tensor: torch.Tensor, x: torch.Tensor) -> Any:
 
 def run_program(
     block: Chain,
-    params: Any,
+    params: Sequence[Any],
     x: Any,
     extra_inputs: Sequence[Any],
     entries: Sequence[torch.Tensor],
+    kinds_of_entries: Any,
     recipe: Any,
     way: tuple[Any, ...],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], str] | None:
     """Run a chain by its recorded functions, in code that is being traced.
 
     Args:
-        block, params, x, extra_inputs, recipe: as for :func:`bridge.apply`.
+        block, x, extra_inputs, recipe: as for :func:`bridge.apply`.
+        params: the parameters of :func:`slots`.
         entries: what casts read and the amax history of every entry of the state, in the order of :func:`states`.
+        kinds_of_entries: :func:`kinds_of` them, or the fields of :class:`bridge.recording.AsMade`.
         way: the fields of :class:`bridge.recording.Key` from ``fusions`` to ``closes``.
 
     Returns:
-        The outputs, the observed forward amaxes, and what :func:`fold` takes; None if the pipeline has to be traced.
+        The outputs, the observed forward amaxes, and the name that :func:`fold` takes; None if the pipeline has to be
+        traced.
     """
     if compat.functorch_active():  # differentiates what it sees; the pipeline says where that would be wrong
         return None
-    leaves = [x]
-    for slot in slots(block.uid).split():
-        index, _, name = slot.partition(":")
-        own = params[int(index)]
-        if name not in own:
-            return None
-        leaves.append(own[name])
-    count = len(leaves)
-    leaves.extend(extra_inputs)
+    leaves = [x, *params, *extra_inputs]
     for leaf in leaves:
         if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.dim() == 0:
             return None
     graded = torch.is_grad_enabled()
     flags = tuple([graded and leaf.requires_grad for leaf in leaves])
     kinds = [_open(x, x)]
-    kinds.extend([_definite(leaf) for leaf in leaves[1:count]])
-    kinds.extend([_open(leaf, x) for leaf in leaves[count:]])
+    kinds.extend([_definite(leaf) for leaf in params])
+    kinds.extend([_open(leaf, x) for leaf in extra_inputs])
     unique, places = distinct(leaves)
-    text = _find(
-        (
-            block.uid,
-            uid_of(recipe),
-            *way,
-            flags,
-            tuple(kinds),
-            places,
-            tuple([_definite(tensor) for tensor in entries]),
-        )
-    )
-    if text == "":
+    name = _find((block.uid, uid_of(recipe), *way, flags, tuple(kinds), places, kinds_of_entries))
+    if name == "":
         return None
-    facts = _Facts(text)
-    kept = [entries[2 * place] for place in facts.forward]
-    if len(kept) > 0 and (facts.differentiable or len(way[3]) > 0):
-        own = [entries[2 * place + part] for place in facts.forward for part in (0, 1)]
-        kept = getattr(_functions, f"{facts.name}_begin")(*own)
-    if facts.differentiable:
-        written = [entries[2 * place + part] for place in facts.backward for part in (0, 1)]
-        results = ProgramFunction.apply(text, *unique, *kept, *written)
-        results = [results] if facts.outputs + facts.observes == 1 else results
-    else:
-        results = getattr(_functions, f"{facts.name}_forward")(*unique, *kept)
-    amaxes = results[facts.outputs : facts.outputs + facts.observes]
-    return list(results[: facts.outputs]), list(amaxes), text
+    outputs, amaxes = getattr(_functions, f"{name}_run")(unique, entries)
+    return outputs, amaxes, name
 
 
-def fold(text: str, entries: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
-    """Fold the forward's amaxes into the histories among ``entries``, in place; ``text`` comes with the amaxes."""
-    facts = _Facts(text)
-    if facts.observes:
-        getattr(_functions, f"{facts.name}_fold")(*[entries[2 * place + 1] for place in facts.forward], *amaxes)
+def kinds_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """The kinds of tensors all of whose sizes are definite."""
+    return tuple([_definite(tensor) for tensor in tensors])
 
 
-def forward_places(text: str) -> list[int]:
+def as_made(entries: Sequence[torch.Tensor]) -> Any:
+    """The kinds of the entries of a state that modules made for a recipe; the first is enough to tell."""
+    return (_device(entries[0]), operator.index(entries[1].shape[0])) if len(entries) > 0 else ()
+
+
+def fold(name: str, entries: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
+    """Fold the forward's amaxes into the histories among ``entries``, in place; ``name`` comes with the amaxes."""
+    getattr(_functions, f"{name}_fold")(entries, amaxes)
+
+
+def forward_places(name: str) -> list[int]:
     """Which entries of the state the amaxes of a call belong to."""
-    return _Facts(text).forward
+    found: list[int] = getattr(_functions, f"{name}_places")()
+    return found

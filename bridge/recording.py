@@ -27,9 +27,9 @@ from functional_te.api import bind_kwargs
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import Plan, find_plan, full_pattern
 from functional_te.pipeline import backward_pass, forward_pass
-from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState
+from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState, init_quantizer_state
 
-__all__ = ["Key", "Kind", "Recording", "Unsupported", "plan_of", "record", "record_tapes"]
+__all__ = ["AsMade", "Key", "Kind", "Recording", "Unsupported", "plan_of", "record", "record_tapes"]
 
 
 # sizes that stand for any number are large in examples, so that numbers of blocks are not 1
@@ -55,6 +55,31 @@ class Kind(NamedTuple):
     device: tuple[str, int | None]
 
 
+class AsMade(NamedTuple):
+    """The kinds of a state as modules make it.
+
+    Attributes:
+        device: type and index.
+        history: length of the first amax history.
+    """
+
+    device: tuple[str, int | None]
+    history: int
+
+    def kinds(self, plan: Plan) -> tuple[Kind, ...]:
+        """All of them.
+
+        Raises:
+            Unsupported: the histories have another length than the recipe says.
+        """
+        quantizers = [quantizer for own in plan.state_roles for _, quantizer in own]
+        states = [init_quantizer_state(quantizer, "meta") for quantizer in quantizers]
+        tensors = [tensor for own in states for tensor in (own.read, own.amax_history)]
+        if tensors[1].shape[0] != self.history:
+            raise Unsupported("the state does not fit the recipe")
+        return tuple(Kind(tuple(tensor.shape), tensor.dtype, self.device) for tensor in tensors)
+
+
 class Key(NamedTuple):
     """What decides which functions a call runs.
 
@@ -62,12 +87,13 @@ class Key(NamedTuple):
         block, recipe, fusions: uids.
         backend: the name asked for.
         compute_dtype: the dtype that autocast asks for, or None.
-        opens: ops whose forward quantizers close their step before the call.
+        opens: for every op with state, whether its forward quantizers close their step before the call; empty if
+            none does.
         closes: whether the backward closes the step of its quantizers.
         flags: for the input, every parameter and every extra input, whether it needs a gradient.
         kinds: of the same tensors.
         places: which argument each of them is; one that stands in several places is passed once.
-        entries: kinds of the state's tensors, two for every entry.
+        entries: kinds of the state's tensors, two for every entry; or :class:`AsMade`.
     """
 
     block: str
@@ -75,12 +101,12 @@ class Key(NamedTuple):
     fusions: str
     backend: str
     compute_dtype: torch.dtype | None
-    opens: tuple[int, ...]
+    opens: tuple[bool, ...]
     closes: bool
     flags: tuple[bool, ...]
     kinds: tuple[Kind, ...]
     places: tuple[int, ...]
-    entries: tuple[Kind, ...]
+    entries: tuple[Kind, ...] | AsMade
 
 
 @dataclasses.dataclass
@@ -113,12 +139,6 @@ class Recording:
     entries: tuple[tuple[int, str], ...] = ()
     contiguous: tuple[bool, ...] = ()
 
-    def facts(self, name: str) -> str:
-        """Its numbers as a text without guards, after the ``name`` of its functions."""
-        places = [",".join(map(str, own)) for own in (self.forward, self.backward)]
-        numbers = (self.outputs, self.observes, int(self.differentiable), self.arguments, self.begun)
-        return " ".join([name, *map(str, numbers), *places])
-
 
 class _Recorder:
     """Runs the parts of one call on tensors without storage.
@@ -143,7 +163,8 @@ class _Recorder:
         for leaf, place in zip(leaves, key.places, strict=True):
             if self.unique[place] is None:
                 self.unique[place] = leaf
-        tensors = [self._tensor(kind, named) for kind in key.entries]
+        kinds = key.entries.kinds(plan) if isinstance(key.entries, AsMade) else key.entries
+        tensors = [self._tensor(kind, named) for kind in kinds]
         roles = [(i, role, quantizer) for i, own in enumerate(plan.state_roles) for role, quantizer in own]
         if len(tensors) != 2 * len(roles):
             raise Unsupported("the state does not fit the recipe")
@@ -151,6 +172,8 @@ class _Recorder:
             (index, role): (quantizer, tensors[2 * place], tensors[2 * place + 1])
             for place, (index, role, quantizer) in enumerate(roles)
         }
+        owners = sorted({index for index, _, _ in roles})
+        self.opens = {index for index, due in zip(owners, key.opens, strict=False) if due}
         self.forward_entries = [key for key in self.entries if key in set(plan.observes)]
         self.backward_entries = [key for key in self.entries if key not in set(plan.observes)]
 
@@ -196,7 +219,7 @@ class _Recorder:
         state = self._state(values)
         entries = [(self.entries[index, role][0], state[index][role]) for index, role in self.forward_entries]
         reads, blanks = states.open_(
-            entries, [index in self.key.opens for index, _ in self.forward_entries], self.plan.traceable
+            entries, [index in self.opens for index, _ in self.forward_entries], self.plan.traceable
         )
         return [*reads, *blanks]
 
@@ -296,7 +319,7 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
     functions: dict[str, Callable[..., Any]] = {}
     own = [tensor for entry in recorder.forward_entries for tensor in recorder.entries[entry][1:]]
     begun, histories = own[::2], own[1::2]
-    if own and not eager and (plan.output_requires_grad or recorder.key.opens):
+    if own and not eager and (plan.output_requires_grad or recorder.opens):
         functions["begin"], begun = write(recorder.begin, own)
     functions["forward"], made = write(recorder.forward, [*recorder.unique, *begun])
     observes = len(plan.observes)

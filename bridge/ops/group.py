@@ -9,10 +9,11 @@ import torch
 
 from bridge.autograd import run
 from bridge.compat import in_backward, mark_static
+from bridge.glue import define, parameters_source, state_source
 from bridge.main_grad import MainGrad, check_one_dtype, main_grad_of, overwriting_once
 from bridge.ops.fusions import FusionCache, registered
 from bridge.ops.layout import Layout
-from bridge.program import MISFIT, fold, run_program, slots, states
+from bridge.program import MISFIT, as_made, fold, run_program, slots, states
 from bridge.recipe_context import (
     active_recipe,
     close_captured,
@@ -41,6 +42,8 @@ StateRoles = tuple[tuple[str, Quantizer], ...]
 
 # states made while a graph was traced
 _made = Table()
+# functions that read parameters and states, by chain and recipe
+_readers = Table()
 
 
 def state_key(roles: StateRoles) -> str:
@@ -57,6 +60,36 @@ def _state_keys(block: str, recipe: str) -> str:
 def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
     """For every op of a chain, the (role, quantizer) pairs that have state under ``recipe``."""
     return make_plan(block, recipe=recipe).state_roles
+
+
+@torch.compiler.assume_constant_result
+def _parameters_reader(block: str) -> str:
+    """The name of the function that reads the parameters of a chain (by uid) from its modules."""
+    name = f"parameters_{block}"
+    if not hasattr(_readers, name):
+        pairs = [slot.split(":", 1) for slot in slots(block).split()]
+        source = parameters_source([(int(index), own) for index, own in pairs])
+        setattr(_readers, name, define(source, __name__, {"_attribute": _attribute})["parameters"])
+    return name
+
+
+@torch.compiler.assume_constant_result
+def _state_reader(block: str, recipe: str) -> str:
+    """The name of the functions that read a chain's state under a recipe (by uids) from its modules.
+
+    :data:`MISFIT` for a recipe that does not fit.
+    """
+    name = f"state_{block}_{recipe}"
+    if not hasattr(_readers, f"{name}_state"):
+        text = states(block, recipe)
+        if text == MISFIT:
+            return MISFIT
+        triples = [place.split(":") for place in text.split()]
+        places = [(int(index), role, field) for index, role, field in triples]
+        made = define(state_source(_state_keys(block, recipe).split("\n"), places), __name__, {})
+        for part in ("state", "stateful", "entries", "owners"):
+            setattr(_readers, f"{name}_{part}", made[part])
+    return name
 
 
 @torch.compiler.assume_constant_result
@@ -168,49 +201,34 @@ class Group(Layout):
         if x.device.type == "meta" or torch.is_autocast_enabled(x.device.type):
             return None
         recipe, block, modules = active_recipe(), self.block.uid, self.modules
-        params: list[Any] = [{}] * len(modules)
-        for slot in slots(block).split():
-            place, _, name = slot.partition(":")
-            index = int(place)
-            module = modules[index]
-            # an operation whose parameters are another module's, or made of them, has them as attributes
-            borrowed = name not in module._parameters
-            params[index] = {**params[index], name: _attribute(module, name)} if borrowed else module._parameters
-        places = "" if recipe is None else states(block, recipe.uid)
-        if places == MISFIT:
-            return None
-        entries = [] if recipe is None else self._entries(places, recipe)
-        stateful = sorted({int(place.split(":")[0]) for place in places.split()})
-        own = [modules[index] for index in stateful]
-        due = steps_to_close(own)
-        opens = tuple([place for place, is_due in zip(stateful, due, strict=False) if is_due])
-        way = ("", "auto", None, opens, closes_in_graph())
-        found = run_program(self.block, params, x, extra_inputs, entries, recipe, way)
+        own: list[Any] = []
+        entries: list[Any] = []
+        if recipe is not None:
+            reader = _state_reader(block, recipe.uid)
+            if reader == MISFIT:
+                return None
+            own = getattr(_readers, f"{reader}_stateful")(modules)
+            read = getattr(_readers, f"{reader}_state")(modules)
+            entries = self._made_entries(reader, recipe) if read is None else read
+        params = getattr(_readers, _parameters_reader(block))(modules)
+        way = ("", "auto", None, steps_to_close(own), closes_in_graph())
+        found = run_program(self.block, params, x, extra_inputs, entries, as_made(entries), recipe, way)
         if found is None:
             return None
-        outputs, amaxes, text = found
+        outputs, amaxes, name = found
         closed_steps(own)
         if amaxes and torch.is_grad_enabled():
-            fold(text, entries, amaxes)
+            fold(name, entries, amaxes)
         return outputs
 
-    def _entries(self, places: str, recipe: Recipe) -> list[Any]:
-        """What casts read and the amax history of every entry of the state."""
-        entries: list[Any] = []
-        made: dict[str, Any] = {}
+    def _made_entries(self, reader: str, recipe: Recipe) -> list[Any]:
+        """What casts read and the amax history of every entry of the state, made for modules that have another one."""
+        made: list[Any] = []
         block = self.block.uid
-        keys = _state_keys(block, recipe.uid).split("\n")
-        for place in places.split():
-            index, role, field = place.split(":")
-            module = self.modules[int(index)]
-            if module._state_key == keys[int(index)]:
-                own = module._buffers
-                entries.extend([own[f"{role}_{field}"], own[f"{role}_amax_history"]])
-                continue
-            if index not in made:
-                made[index] = getattr(_made, _make_state(f"{module._serial}/{block}/{recipe.uid}/{index}"))
-            entries.extend([made[index][role].read, made[index][role].amax_history])
-        return entries
+        for index in getattr(_readers, f"{reader}_owners")():
+            made.append(getattr(_made, _make_state(f"{self.modules[index]._serial}/{block}/{recipe.uid}/{index}")))
+        found: list[Any] = getattr(_readers, f"{reader}_entries")(made)
+        return found
 
     def _prepare(self, x: Any) -> None:
         """Before the first eager call: give parameters without storage theirs, as te.ops does."""
