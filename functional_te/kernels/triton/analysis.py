@@ -2,7 +2,7 @@
 
 PyTorch has to know which of its arguments a kernel writes to. It has Triton translate the kernel, and looks at the
 result: four times for every launch in a graph, from 20 milliseconds for a small kernel to 85 for the one that closes
-steps, and remembers nothing. Eight layers of a Llama compiled in 62 seconds on an H200's host, 35 of them for that. The
+steps, and remembers nothing. Eight layers of a Llama took 62 seconds to compile on an H200's host, and 35 without. The
 answer depends on the kernel, on the kinds of its arguments and on its constants alone, which are the same in every
 layer.
 
