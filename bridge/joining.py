@@ -79,20 +79,27 @@ class _Split(torch.autograd.Function):
         return made.unflatten(0, grads[0].shape[:-1]), None
 
 
-def _copies(parts: Sequence[Any]) -> bool:
-    """Whether the kernel joins tensors like these in this call."""
-    first = parts[0]
+def _copies(tensor: Any) -> bool:
+    """Whether the kernel joins tensors like this in this call."""
     if not torch.compiler.is_dynamo_compiling() or compat.functorch_active():
         return False
+    return type(tensor) in _PLAIN and tensor.dim() > 1 and _has_kernel(tensor.device.type)
+
+
+def _alike(parts: Sequence[torch.Tensor], dim: int) -> bool:
+    """Whether they are matrices that differ along ``dim`` at most; others are PyTorch's to join, or to refuse."""
+    first = parts[0]
     for part in parts:
-        if type(part) not in _PLAIN or part.dim() < 2 or part.dtype is not first.dtype:
+        if type(part) not in _PLAIN or part.dim() != 2 or part.dtype is not first.dtype or part.device != first.device:
             return False
-    return _has_kernel(first.device.type)
+        if part.shape[1 - dim] != first.shape[1 - dim]:
+            return False
+    return True
 
 
 def join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """``torch.cat`` of matrices of one dtype, differentiable."""
-    if _copies(parts):
+    if _copies(parts[0]) and _alike(parts, dim):
         made: torch.Tensor = _Join.apply(dim, *parts)
         return made
     return torch.cat(list(parts), dim)
@@ -100,5 +107,5 @@ def join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 def split(y: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """``y.split(sizes, -1)``: views, differentiable."""
-    parts: tuple[torch.Tensor, ...] = _Split.apply(y, sizes) if _copies((y,)) else y.split(sizes, -1)
+    parts: tuple[torch.Tensor, ...] = _Split.apply(y, sizes) if _copies(y) else y.split(sizes, -1)
     return parts

@@ -102,6 +102,8 @@ def test_what_the_kernel_does_not_take(runs: list[int], dynamo: Any) -> None:
         (torch.ones(3), torch.ones(2)),
     ):
         assert torch.equal(fast(a, b), torch.cat([a, b]))
+    with pytest.raises(Exception, match="Sizes of tensors must match"):  # as eagerly
+        fast(torch.ones(3, 2), torch.ones(3, 4))
     x, weights = arguments()[0], arguments()[1:]
 
     def loss(*weights: torch.Tensor) -> torch.Tensor:
