@@ -79,40 +79,62 @@ def call_source(made: Any, name: str) -> str:
     return "\n".join(lines)
 
 
-def parameters_source(slots: Sequence[tuple[int, str]]) -> str:
-    """``parameters(modules)``: the parameters of a chain's ops (index, name), read from their modules."""
+def parameters_source(slots: Sequence[tuple[int, str]], count: int) -> str:
+    """``parameters(modules)`` and ``bundles(parameters)``: a chain's parameters (index of the op, name), and by op.
+
+    Args:
+        slots: index of the op and name of every parameter.
+        count: number of ops.
+    """
     lines = ["def parameters(modules):", "    found = []"]
     for index, name in slots:
         lines += [
             f"    own = modules[{index}]._parameters",
             # an operation whose parameters are another module's, or made of them, has them as attributes
-            f'    found.append(own["{name}"] if "{name}" in own else _attribute(modules[{index}], "{name}"))',
+            f"    found.append(own[{name!r}] if {name!r} in own else _attribute(modules[{index}], {name!r}))",
         ]
-    return "\n".join([*lines, "    return found"])
+    lines += ["    return found", "def bundles(parameters):"]
+    bundles = [""] * count
+    for place, (index, name) in enumerate(slots):
+        bundles[index] += f"{name!r}: parameters[{place}], "
+    found = "".join(f"{{{own}}}, " for own in bundles)
+    return "\n".join([*lines, f"    return ({found})"])
 
 
-def state_source(keys: Sequence[str], places: Sequence[tuple[int, str, str]]) -> str:
-    """``stateful(modules)``, ``state(modules)`` and ``entries(states)``: modules with state, and entries of it.
+def state_source(
+    keys: Sequence[str], places: Sequence[tuple[int, str, str]], kinds: Sequence[tuple[Sequence[Any], Any]]
+) -> str:
+    """``stateful(modules)``, ``state(modules, make)`` and ``fits(entries)``: modules with state, and entries of it.
+
+    The second function gives what casts read and the amax history of every entry; ``make`` makes the state of the op of
+    an index whose module has another one. The third says whether the entries are as modules make them.
 
     Args:
         keys: of every op, what ``_state_key`` of its module is if it has that state.
         places: index of the op, role, and field that casts read, of every entry.
-
-    The second function gives what casts read and the amax history of every entry, or None if a module has another
-    state. The third gives them of states by role, one for every module with state.
+        kinds: sizes and dtype of what casts read and of the history of every entry.
     """
     owners = sorted({index for index, _, _ in places})
-    lines = ["def stateful(modules):", f"    return [{_items('modules', owners)}]", "def state(modules):"]
+    lines = ["def stateful(modules):", f"    return [{_items('modules', owners)}]", "def state(modules, make):"]
     for index in owners:
+        own = [(role, field) for owner, role, field in places if owner == index]
+        held = "".join(f"own[{f'{role}_{field}'!r}], own[{f'{role}_amax_history'!r}], " for role, field in own)
+        made = "".join(f"own[{role!r}].read, own[{role!r}].amax_history, " for role, _ in own)
         lines += [
-            f"    if modules[{index}]._state_key != {keys[index]!r}:",
-            "        return None",
-            f"    own{index} = modules[{index}]._buffers",
+            f"    if modules[{index}]._state_key == {keys[index]!r}:",
+            f"        own = modules[{index}]._buffers",
+            f"        of_{index} = [{held}]",
+            "    else:",
+            f"        own = make({index})",
+            f"        of_{index} = [{made}]",
         ]
-    found = "".join(
-        f'own{index}["{role}_{field}"], own{index}["{role}_amax_history"], ' for index, role, field in places
-    )
-    lines += [f"    return [{found}]", "def entries(states):"]
-    lines += [f"    own{index} = states[{place}]" for place, index in enumerate(owners)]
-    found = "".join(f'own{index}["{role}"].read, own{index}["{role}"].amax_history, ' for index, role, _ in places)
-    return "\n".join([*lines, f"    return [{found}]", "def owners():", f"    return {owners}"])
+    lines += [f"    return [{''.join(f'*of_{index}, ' for index in owners)}]", "def fits(entries):"]
+    lines += ["    device = entries[0].device"] if kinds else []
+    for place, (sizes, dtype) in enumerate(kinds):
+        wanted = [f"own.dim() != {len(sizes)}", *(f"own.shape[{axis}] != {size}" for axis, size in enumerate(sizes))]
+        lines += [
+            f"    own = entries[{place}]",
+            f"    if {' or '.join(wanted)} or own.dtype is not {dtype} or own.device != device:",
+            "        return False",
+        ]
+    return "\n".join([*lines, "    return True"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bridge import compat
+from bridge.call import distinct
 from bridge.checkpointing import closed, public_names
 from bridge.library import NAMESPACE
 from functional_te.kernels import kernels, resolve_backend
@@ -53,10 +54,13 @@ public_names[torch.ops.functional_te.concatenate_opaque.default] = torch.ops.fun
 
 
 class _Join(torch.autograd.Function):
-    """Matrices as one along an axis."""
+    """Matrices as one along an axis: the axis and the matrices."""
 
+    # not (ctx, dim, *parts): where no gradient is needed Dynamo takes a forward of as many parameters as it is given
+    # arguments for one without a context
     @staticmethod
-    def forward(ctx: Any, dim: int, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        dim, parts = given[0], given[1:]
         ctx.dim, ctx.sizes = dim, [part.shape[dim] for part in parts]
         made: torch.Tensor = torch.ops.functional_te.concatenate(list(parts), dim)
         return made
@@ -89,6 +93,8 @@ def _copies(tensor: Any) -> bool:
 def _alike(parts: Sequence[torch.Tensor], dim: int) -> bool:
     """Whether they are matrices that differ along ``dim`` at most; others are PyTorch's to join, or to refuse."""
     first = parts[0]
+    if len(distinct(list(parts))[0]) < len(parts):  # Dynamo takes no tensor twice
+        return False
     for part in parts:
         if type(part) not in _PLAIN or part.dim() != 2 or part.dtype is not first.dtype or part.device != first.device:
             return False

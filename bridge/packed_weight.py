@@ -17,8 +17,11 @@ __all__ = ["packed"]
 class _StandIn(torch.autograd.Function):
     """A tensor without memory that stands for the weights one above the other and passes each its gradient."""
 
+    # the number of weights comes first so that there are never two arguments: where no gradient is needed Dynamo takes
+    # a forward of as many parameters as it is given arguments for one without a context
     @staticmethod
-    def forward(ctx: Any, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        weights = given[1:]
         ctx.rows = [weight.shape[0] for weight in weights]
         first = weights[0]
         one = torch.zeros((), dtype=first.dtype, device=first.device)
@@ -26,7 +29,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return tuple(grads[0].split(ctx.rows))
+        return (None, *grads[0].split(ctx.rows))
 
 
 def packed(weights: list[QuantizedWeight]) -> CachedWeight:
@@ -38,5 +41,5 @@ def packed(weights: list[QuantizedWeight]) -> CachedWeight:
     if first.columnwise_data is not None:
         columns = [part.columnwise_data.view(torch.uint8) for part in parts]  # type: ignore[union-attr]
         changes["columnwise_data"] = join(columns, 1).view(first.columnwise_data.dtype)
-    value = _StandIn.apply(*weights)
+    value = _StandIn.apply(len(weights), *weights)
     return CachedWeight(value=value, quantized=pytree.replace(first, **changes), stored=True)

@@ -83,7 +83,7 @@ def _find(key: Any) -> str:
 
 def _make(key: recording.Key, name: str) -> str:
     key = key._replace(kinds=tuple(recording.Kind(*kind) for kind in key.kinds))
-    if len(key.entries) == 2 and isinstance(key.entries[1], int):
+    if len(key.entries) == 1:
         key = key._replace(entries=recording.AsMade(*key.entries))
     else:
         key = key._replace(entries=tuple(recording.Kind(*kind) for kind in key.entries))
@@ -191,8 +191,8 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def as_made(entries: Sequence[torch.Tensor]) -> Any:
-    """The kinds of the entries of a state that modules made for a recipe; the first is enough to tell."""
-    return (_device(entries[0]), operator.index(entries[1].shape[0])) if len(entries) > 0 else ()
+    """The fields of :class:`bridge.recording.AsMade` for the entries of a state."""
+    return (_device(entries[0]),)
 
 
 def fold(name: str, entries: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:

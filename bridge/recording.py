@@ -29,7 +29,7 @@ from functional_te.fuser.plan import Plan, find_plan, full_pattern
 from functional_te.pipeline import backward_pass, forward_pass
 from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState, init_quantizer_state
 
-__all__ = ["AsMade", "Key", "Kind", "Recording", "Unsupported", "plan_of", "record", "record_tapes"]
+__all__ = ["AsMade", "Key", "Kind", "Recording", "Unsupported", "kinds_as_made", "plan_of", "record", "record_tapes"]
 
 
 # sizes that stand for any number are large in examples, so that numbers of blocks are not 1
@@ -60,24 +60,16 @@ class AsMade(NamedTuple):
 
     Attributes:
         device: type and index.
-        history: length of the first amax history.
     """
 
     device: tuple[str, int | None]
-    history: int
 
-    def kinds(self, plan: Plan) -> tuple[Kind, ...]:
-        """All of them.
 
-        Raises:
-            Unsupported: the histories have another length than the recipe says.
-        """
-        quantizers = [quantizer for own in plan.state_roles for _, quantizer in own]
-        states = [init_quantizer_state(quantizer, "meta") for quantizer in quantizers]
-        tensors = [tensor for own in states for tensor in (own.read, own.amax_history)]
-        if tensors[1].shape[0] != self.history:
-            raise Unsupported("the state does not fit the recipe")
-        return tuple(Kind(tuple(tensor.shape), tensor.dtype, self.device) for tensor in tensors)
+def kinds_as_made(plan: Plan, device: tuple[str, int | None]) -> tuple[Kind, ...]:
+    """The kinds of all entries of a state as modules make it: what casts read, and the history."""
+    states = [init_quantizer_state(quantizer, "meta") for own in plan.state_roles for _, quantizer in own]
+    tensors = [tensor for own in states for tensor in (own.read, own.amax_history)]
+    return tuple(Kind(tuple(tensor.shape), tensor.dtype, device) for tensor in tensors)
 
 
 class Key(NamedTuple):
@@ -163,7 +155,7 @@ class _Recorder:
         for leaf, place in zip(leaves, key.places, strict=True):
             if self.unique[place] is None:
                 self.unique[place] = leaf
-        kinds = key.entries.kinds(plan) if isinstance(key.entries, AsMade) else key.entries
+        kinds = kinds_as_made(plan, key.entries.device) if isinstance(key.entries, AsMade) else key.entries
         tensors = [self._tensor(kind, named) for kind in kinds]
         roles = [(i, role, quantizer) for i, own in enumerate(plan.state_roles) for role, quantizer in own]
         if len(tensors) != 2 * len(roles):

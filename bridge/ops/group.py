@@ -13,7 +13,7 @@ from bridge.glue import define, parameters_source, state_source
 from bridge.main_grad import MainGrad, check_one_dtype, main_grad_of, overwriting_once
 from bridge.ops.fusions import FusionCache, registered
 from bridge.ops.layout import Layout
-from bridge.program import MISFIT, as_made, fold, run_program, slots, states
+from bridge.program import MISFIT, as_made, fold, kinds_of, run_program, states
 from bridge.recipe_context import (
     active_recipe,
     close_captured,
@@ -23,6 +23,7 @@ from bridge.recipe_context import (
     reads_weight_casts,
     steps_to_close,
 )
+from bridge.recording import kinds_as_made
 from bridge.state import fold_amaxes_
 from bridge.weight_cache import cached_params, modules_by_serial
 from functional_te import pytree
@@ -51,12 +52,6 @@ def state_key(roles: StateRoles) -> str:
     return " ".join(f"{role}:{quantizer.uid}" for role, quantizer in roles)
 
 
-@torch.compiler.assume_constant_result
-def _state_keys(block: str, recipe: str) -> str:
-    """The :func:`state_key` of every op of a chain under a recipe (by uids), one a line."""
-    return "\n".join(map(state_key, state_roles(value_of(block), value_of(recipe))))
-
-
 def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
     """For every op of a chain, the (role, quantizer) pairs that have state under ``recipe``."""
     return make_plan(block, recipe=recipe).state_roles
@@ -64,12 +59,13 @@ def state_roles(block: Chain, recipe: Recipe) -> tuple[StateRoles, ...]:
 
 @torch.compiler.assume_constant_result
 def _parameters_reader(block: str) -> str:
-    """The name of the function that reads the parameters of a chain (by uid) from its modules."""
+    """The name of the functions that read the parameters of a chain (by uid) from its modules."""
     name = f"parameters_{block}"
-    if not hasattr(_readers, name):
-        pairs = [slot.split(":", 1) for slot in slots(block).split()]
-        source = parameters_source([(int(index), own) for index, own in pairs])
-        setattr(_readers, name, define(source, __name__, {"_attribute": _attribute})["parameters"])
+    if not hasattr(_readers, f"{name}_list"):
+        slots = [(index, own) for index, op in enumerate(value_of(block).ops) for own in op.param_names]
+        made = define(parameters_source(slots, len(value_of(block))), __name__, {"_attribute": _attribute})
+        setattr(_readers, f"{name}_bundles", made["bundles"])
+        setattr(_readers, f"{name}_list", made["parameters"])
     return name
 
 
@@ -80,16 +76,28 @@ def _state_reader(block: str, recipe: str) -> str:
     :data:`MISFIT` for a recipe that does not fit.
     """
     name = f"state_{block}_{recipe}"
-    if not hasattr(_readers, f"{name}_state"):
+    if not hasattr(_readers, f"{name}_fits"):
         text = states(block, recipe)
         if text == MISFIT:
             return MISFIT
         triples = [place.split(":") for place in text.split()]
         places = [(int(index), role, field) for index, role, field in triples]
-        made = define(state_source(_state_keys(block, recipe).split("\n"), places), __name__, {})
-        for part in ("state", "stateful", "entries", "owners"):
+        plan = make_plan(value_of(block), recipe=value_of(recipe))
+        kinds = [(kind.sizes, kind.dtype) for kind in kinds_as_made(plan, ("meta", None))]
+        made = define(state_source(list(map(state_key, plan.state_roles)), places, kinds), __name__, {"torch": torch})
+        for part in ("state", "stateful", "fits"):
             setattr(_readers, f"{name}_{part}", made[part])
     return name
+
+
+class _StateMaker:
+    """Makes the state of the op of an index, while a caller is traced, for a module that has another one."""
+
+    def __init__(self, modules: Any, block: str, recipe: str) -> None:
+        self.modules, self.block, self.recipe = modules, block, recipe
+
+    def __call__(self, index: int) -> Any:
+        return getattr(_made, _make_state(f"{self.modules[index]._serial}/{self.block}/{self.recipe}/{index}"))
 
 
 @torch.compiler.assume_constant_result
@@ -149,9 +157,9 @@ class Group(Layout):
         )
 
     def __call__(self, x: Any, extra_inputs: tuple[Any, ...], kwargs: Any = None) -> list[torch.Tensor]:
-        compiling = torch.compiler.is_compiling()
+        compiling, read = torch.compiler.is_compiling(), None
         if torch.compiler.is_dynamo_compiling() and self.plain and not kwargs:
-            outputs = self._recorded(x, extra_inputs)
+            outputs, read = self._recorded(x, extra_inputs)
             if outputs is not None:
                 return outputs
         if not compiling and not self.prepared:
@@ -172,11 +180,11 @@ class Group(Layout):
         main_grads = self._main_grads()
         options = {"fusions": fusions, "main_grads": main_grads, "takeovers": takeovers}
         if recipe is None:
-            params = tuple([_params(module, None) for module in self.modules])
+            params = self._all_params(None, read)
             return run(block, params, x, extra_inputs, None, None, kwargs, **options)[0]
         state = self._state(recipe)
         casts = recipe if reads_weight_casts() else None
-        params = tuple([_params(module, casts) for module in self.modules])
+        params = self._all_params(casts, read)
         reads = state
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
@@ -194,41 +202,45 @@ class Group(Layout):
             for module in self.quantized:
                 vars(module)["observed"] = True  # past torch.nn.Module, which looks for it among parameters first
 
-    def _recorded(self, x: Any, extra_inputs: tuple[Any, ...]) -> list[torch.Tensor] | None:
-        """A traced call by recorded functions, or None; see :mod:`bridge.program`. Reads as little as it can."""
+    def _recorded(self, x: Any, extra_inputs: tuple[Any, ...]) -> tuple[list[torch.Tensor] | None, Any]:
+        """A traced call by recorded functions (:mod:`bridge.program`), or None; and the parameters if they were read.
+
+        Reads as little as it can.
+        """
         if registered.version or reads_weight_casts() or not isinstance(x, torch.Tensor):
-            return None
+            return None, None
         if x.device.type == "meta" or torch.is_autocast_enabled(x.device.type):
-            return None
+            return None, None
         recipe, block, modules = active_recipe(), self.block.uid, self.modules
         own: list[Any] = []
         entries: list[Any] = []
+        kinds: Any = ()
         if recipe is not None:
             reader = _state_reader(block, recipe.uid)
             if reader == MISFIT:
-                return None
+                return None, None
             own = getattr(_readers, f"{reader}_stateful")(modules)
-            read = getattr(_readers, f"{reader}_state")(modules)
-            entries = self._made_entries(reader, recipe) if read is None else read
-        params = getattr(_readers, _parameters_reader(block))(modules)
+            make = _StateMaker(modules, block, recipe.uid)
+            entries = getattr(_readers, f"{reader}_state")(modules, make)
+            fits = len(entries) > 0 and getattr(_readers, f"{reader}_fits")(entries)
+            kinds = as_made(entries) if fits else kinds_of(entries)
+        params = getattr(_readers, f"{_parameters_reader(block)}_list")(modules)
         way = ("", "auto", None, steps_to_close(own), closes_in_graph())
-        found = run_program(self.block, params, x, extra_inputs, entries, as_made(entries), recipe, way)
+        found = run_program(self.block, params, x, extra_inputs, entries, kinds, recipe, way)
         if found is None:
-            return None
+            return None, params
         outputs, amaxes, name = found
         closed_steps(own)
         if amaxes and torch.is_grad_enabled():
             fold(name, entries, amaxes)
-        return outputs
+        return outputs, params
 
-    def _made_entries(self, reader: str, recipe: Recipe) -> list[Any]:
-        """What casts read and the amax history of every entry of the state, made for modules that have another one."""
-        made: list[Any] = []
-        block = self.block.uid
-        for index in getattr(_readers, f"{reader}_owners")():
-            made.append(getattr(_made, _make_state(f"{self.modules[index]._serial}/{block}/{recipe.uid}/{index}")))
-        found: list[Any] = getattr(_readers, f"{reader}_entries")(made)
-        return found
+    def _all_params(self, casts: Recipe | None, read: Any) -> tuple[Any, ...]:
+        """The parameters of every op, of what was read already if anything was: a parametrization runs once."""
+        if read is None:
+            return tuple([_params(module, casts) for module in self.modules])
+        bundles = getattr(_readers, f"{_parameters_reader(self.block.uid)}_bundles")(read)
+        return tuple([_cached(module, own, casts) for module, own in zip(self.modules, bundles, strict=True)])
 
     def _prepare(self, x: Any) -> None:
         """Before the first eager call: give parameters without storage theirs, as te.ops does."""
@@ -340,4 +352,8 @@ def _params(module: BasicOperation, casts: Recipe | None) -> Any:
     names = module.op.param_names
     registered = len(own) == len(names) and all(name in own for name in names)
     given = own if registered else {name: _attribute(module, name) for name in names}
+    return _cached(module, given, casts)
+
+
+def _cached(module: BasicOperation, given: Any, casts: Recipe | None) -> Any:
     return cached_params(module, given, casts) if module.op.forward_quantizers else given

@@ -340,6 +340,18 @@ class BasicOperation(BasicHooks, FusibleOperation):
         for field in dataclasses.fields(state):
             self.register_buffer(f"{role}_{field.name}", getattr(state, field.name), persistent=False)
 
+    def _restore_state(self, role: str, state: Any) -> None:
+        """Into the tensors that there are, if they are such: compiled and captured graphs may write to them."""
+        for field in dataclasses.fields(state):
+            name, value = f"{role}_{field.name}", getattr(state, field.name)
+            known = self._buffers.get(name)
+            kinds = [(own.shape, own.dtype, own.device) for own in (known, value) if own is not None]
+            if len(kinds) == 2 and kinds[0] == kinds[1]:
+                with torch.no_grad():
+                    known.copy_(value)  # type: ignore[union-attr]
+            else:
+                self.register_buffer(name, value, persistent=False)
+
     def _state_of(self, role: str, quantizer: Quantizer) -> Any:
         if quantizer.stochastic:
             return StochasticRoundingState(
@@ -409,7 +421,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
         if not loaded:  # what te.ops keeps of a recipe without state
             return
         for role, _, own in loaded:
-            self._register_state(role, own)
+            self._restore_state(role, own)
         self._set_roles(tuple((role, quantizer) for role, quantizer, _ in loaded))
         self._loaded = True
 

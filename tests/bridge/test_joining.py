@@ -64,6 +64,33 @@ def test_values_and_gradients(backend: str, runs: list[int], dynamo: Any) -> Non
     assert runs == [0, 1]
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_any_number_of_parts_with_and_without_gradients(count: int, guard: Any, runs: list[int], dynamo: Any) -> None:
+    def call(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.cat([2 * own for own in joining.split(x @ joining.join(weights, 0).t(), (8,) * count)], -1)
+
+    own = [torch.randn(size, 24, requires_grad=True) for size in (5, *(8,) * count)]
+    fast = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        with guard():
+            got = fast(*own)
+        torch.testing.assert_close(got, call(*own))
+        if got.requires_grad:
+            for grad, want in zip(
+                torch.autograd.grad(got.sum(), own), torch.autograd.grad(call(*own).sum(), own), strict=True
+            ):
+                torch.testing.assert_close(grad, want)
+    assert 0 in runs
+
+
+def test_a_weight_that_stands_twice(runs: list[int], dynamo: Any) -> None:
+    x, a, b, _ = arguments()
+    fast = torch.compile(lambda x, a, b: joining.join([a, b, b], 0) @ x[0].t(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(fast(x, a, b), torch.cat([a, b, b]) @ x[0].t())
+    assert not runs
+
+
 def test_frozen_weights_and_inputs(runs: list[int], dynamo: Any) -> None:
     fast = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for frozen in ([0], [1, 2, 3], [2], [0, 1, 2, 3]):

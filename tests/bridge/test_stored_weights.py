@@ -11,6 +11,7 @@ import torch
 import bridge
 import functional_te as fte
 from bridge import ops
+from bridge.packed_weight import _StandIn
 from functional_te.kernels import registry as backend
 from functional_te.quantization import Float8CurrentScalingQuantizer, NVFP4Quantizer
 from functional_te.recipes import CustomRecipe, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Role
@@ -324,3 +325,17 @@ def test_bad_arguments_of_initialization(wrong):
 def test_indivisible_weights_are_refused_where_they_are_made():
     with bridge.quantized_model_init(recipe=MX), pytest.raises(ValueError, match=r"multiple of 32"):
         ops.Linear(24, 32)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.enable_grad])
+def test_several_weights_as_one_in_compiled_code(count, guard, dynamo):
+    weights = [torch.randn(16, 8, requires_grad=True) for _ in range(count)]
+    call = torch.compile(lambda *own: _StandIn.apply(len(own), *own), backend="eager", fullgraph=True)
+    with guard():
+        whole = call(*weights)
+    assert whole.shape == (16 * count, 8)
+    if whole.requires_grad:
+        grad = torch.randn(whole.shape)
+        for own, wanted in zip(torch.autograd.grad(whole, weights, grad), grad.split(16), strict=True):
+            assert torch.equal(own, wanted)

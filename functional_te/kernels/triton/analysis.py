@@ -67,11 +67,11 @@ def remembering(analyze: Callable[..., Any]) -> Callable[..., Any]:
             key = (own, *[(name, _kind(value)) for name, value in arguments.items()])
         except _Unknown:
             return analyze(kernel, kwargs, tma_descriptor_metadata)
-        if key not in known:
+        found = known.get(key)
+        if found is None:
             if len(known) >= _MOST:
                 known.clear()
-            known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
-        found = known[key]
+            found = known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
         return found.copy() if isinstance(found, list) else found
 
     return analysis

@@ -21,7 +21,7 @@ _CHUNK = 3
 @triton.jit
 def _copy_tile(source, out, tile, rows, cols, stride, out_stride, BM: tl.constexpr, BN: tl.constexpr):
     """Copy tile number ``tile`` of a matrix ``[rows, cols]``; both have contiguous rows."""
-    across = tl.cdiv(cols, BN)
+    across = tl.maximum(tl.cdiv(cols, BN), 1)  # a program without work may be there
     row = tile // across * BM + tl.arange(0, BM)
     col = tile % across * BN + tl.arange(0, BN)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
@@ -73,7 +73,7 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     H200: 2.0 TB/s for two weights ``[5632, 2048]``).
 
     Args:
-        parts: two or more matrices.
+        parts: two or more matrices, of one size along the other axis; that is not checked.
         dim: 0 or 1.
     """
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
