@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["ANALYSES", "remember_analyses", "remembering"]
 
-# by version of PyTorch: up to 2.11 and from 2.12
+# as PyTorch 2.11 and 2.13 call it
 ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")
 _OURS = __name__.partition(".")[0] + "."
 # sizes are part of what is remembered; who compiles for many sizes starts over now and then
