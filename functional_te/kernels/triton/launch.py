@@ -19,6 +19,7 @@ import torch
 from torch.library import wrap_triton  # noqa: TID251 - a way to call a kernel, no registration
 
 from functional_te.kernels.triton.analysis import remember_analyses
+from functional_te.kernels.triton.static_launch import launch_statically
 
 __all__ = [
     "INTERPRETED",
@@ -59,6 +60,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], probe: torch.Tensor, /, *args: An
         record = getattr(_recorder, "record", None)
         if record is None:
             remember_analyses()
+            launch_statically(kernel)
             wrap_triton(kernel)[grid](*args, **constants)
         else:
             record(Launch(kernel, grid, args, constants), [arg for arg in args if isinstance(arg, torch.Tensor)])
