@@ -246,10 +246,13 @@ class _Recorder:
         entries = tensors[saved_count : saved_count + 2 * len(self.backward_entries)]
         grads = tensors[saved_count + len(entries) :]
         saved = pytree.tree_unflatten(self.saved_spec, merge_saved(self.saved_values, tensors[:saved_count]))
-        state = self._state(
-            dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
-        )
-        outcome = backward_pass(plan, saved, state, grads[0], grads[1:], self.launch)
+        own = dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
+        state = self._state(own)
+        # a closed op leaves the history alone, and what it gives instead is folded in
+        quantizers = [self.entries[entry][0] for entry in self.backward_entries]
+        direct = plan.traceable and all(states.has_closing_kernel(quantizer, grads[0].device) for quantizer in quantizers)
+        casts = self._state(own, entries[1::2]) if direct else state
+        outcome = backward_pass(plan, saved, casts, grads[0], grads[1:], self.launch)
         states.observe_(plan, state, outcome.amaxes, self.key.closes)
         slots = [place if needed else -1 for place, needed in zip(self.key.places, self.key.flags, strict=True)]
         return grads_by_argument(outcome, outcome.grad_params, slots, len(self.unique))

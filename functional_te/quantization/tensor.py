@@ -302,8 +302,9 @@ class BoundQuantizer:
         quantizer: the frozen quantizer, static.
         scale: float32 ``[1]`` for delayed scaling, None for quantizers that compute their scale.
         key: int64 ``[2]`` for stochastic rounding, else None.
-        blank: float32 ``[1]`` of zero that the cast may use up, to observe into and to return as the amax; None: it
-            makes its own. A step makes those of all its casts by one kernel.
+        blank: float32 ``[n]`` whose first element the cast observes into, and which it returns as the amax: zero, of
+            which a step makes those of all its casts by one kernel, or an amax history, of which the first element is
+            that of the current step. None: the cast makes its own zero.
     """
 
     quantizer: Quantizer = pytree.static()
