@@ -216,6 +216,7 @@ def run(
     closes: bool = False,
     main_grads: Any = (),
     takeovers: Any = None,
+    in_place: bool = False,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     """Run a chain differentiably. Takes the arguments of :func:`apply`, with ``block`` as a chain.
 
@@ -223,6 +224,7 @@ def run(
         closes: whether the backward closes the step of its quantizers.
         main_grads: destinations of parameter gradients; see :mod:`bridge.main_grad`.
         takeovers: see :class:`bridge.call.Call`.
+        in_place: whether eager casts may observe into the histories of ``state``; amaxes that did are the histories.
 
     Returns:
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).
@@ -245,9 +247,23 @@ def run(
                 closes,
                 main_grads,
                 takeovers,
+                in_place,
             )
     return _run(
-        block, params, x, extra_inputs, state, recipe, kwargs, backend, fusions, None, closes, main_grads, takeovers
+        block,
+        params,
+        x,
+        extra_inputs,
+        state,
+        recipe,
+        kwargs,
+        backend,
+        fusions,
+        None,
+        closes,
+        main_grads,
+        takeovers,
+        in_place,
     )
 
 
@@ -265,6 +281,7 @@ def _run(
     closes: bool,
     main_grads: Any,
     takeovers: Any,
+    in_place: bool,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]]:
     compiling = torch.compiler.is_compiling()
     if compiling and compat.functorch_active() and _has_own_gradients(block, recipe):
@@ -273,7 +290,8 @@ def _run(
             "functional_te.vjp instead, or transform outside of compiled code."
         )
     if not (kwargs or main_grads or takeovers):
-        known = _known(block, params, x, extra_inputs, state, recipe, (fusions, backend, compute_dtype, closes))
+        way = (fusions, backend, compute_dtype, closes)
+        known = _known(block, params, x, extra_inputs, state, recipe, way, in_place)
         if known is not None:
             return known
     try:
@@ -347,14 +365,14 @@ def _entries(state: Any, places: list[list[str]]) -> list[torch.Tensor] | None:
 
 
 def _known(
-    block: Any, params: Any, x: Any, extra_inputs: Any, state: Any, recipe: Any, way: tuple[Any, ...]
+    block: Any, params: Any, x: Any, extra_inputs: Any, state: Any, recipe: Any, way: tuple[Any, ...], in_place: bool
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]] | None:
     """A call by what was written down of calls like it; None if the pipeline has to run."""
     fusions, backend, compute_dtype, closes = way
     if torch.compiler.is_dynamo_compiling():
         traced = (uid_of(fusions), backend, compute_dtype, (), closes)
         return _recorded(block, params, x, extra_inputs, state, recipe, traced)
-    return replayed(block, params, x, extra_inputs, state, recipe, (fusions, backend, compute_dtype))
+    return replayed(block, params, x, extra_inputs, state, recipe, (fusions, backend, compute_dtype), in_place)
 
 
 def _recorded(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bridge import compat
-from bridge.state import close_states_, has_closing_kernel, is_builtin_delayed
+from bridge.state import close_states_, is_builtin_delayed
 from bridge.weight_cache import count_optimizer_steps, refresh_known_weights
 from functional_te._errors import type_error
 from functional_te.quantization.quantizers import Quantizer
@@ -236,9 +236,9 @@ def _close_step(recipe: Recipe | None) -> None:
     together: dict[torch.device, list[_Pending]] = {}
     others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
     for module in closing:
-        for role, quantizer, state in module.named_states():
-            entry, device = (module, role, quantizer, state), state.read.device
-            if has_closing_kernel(quantizer, device):
+        for role, quantizer, state, device, has_kernel in module.pending():
+            entry = (module, role, quantizer, state)
+            if has_kernel:
                 together.setdefault(device, []).append(entry)
             else:
                 others.setdefault((quantizer, device), []).append(entry)

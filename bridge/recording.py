@@ -118,6 +118,7 @@ class Recording:
         forward, backward: which entries of the state are the forward's and the backward's.
         entries: op and role of all of them.
         contiguous: for every tensor that is saved, whether it is contiguous.
+        takes_blanks: whether the forward of a tape also takes what its casts observe into, which are its amaxes then.
     """
 
     outputs: int
@@ -130,6 +131,7 @@ class Recording:
     backward: tuple[int, ...]
     entries: tuple[tuple[int, str], ...] = ()
     contiguous: tuple[bool, ...] = ()
+    takes_blanks: bool = False
 
 
 class _Recorder:
@@ -168,6 +170,13 @@ class _Recorder:
         self.opens = {index for index, due in zip(owners, key.opens, strict=False) if due}
         self.forward_entries = [key for key in self.entries if key in set(plan.observes)]
         self.backward_entries = [key for key in self.entries if key not in set(plan.observes)]
+
+    def takes_blanks(self, entries: Sequence[tuple[int, str]]) -> bool:
+        """Whether the casts of some entries observe into tensors that they are given: not if they are closed ops."""
+        device = self.unique[0].device
+        return (self.launch is None or self.plan.traceable) and all(
+            states.has_closing_kernel(self.entries[own][0], device) for own in entries
+        )
 
     def _tensor(self, kind: Kind, named: dict[Any, Any]) -> Any:
         """A tensor of a kind; one dict of named sizes for all."""
@@ -248,10 +257,8 @@ class _Recorder:
         saved = pytree.tree_unflatten(self.saved_spec, merge_saved(self.saved_values, tensors[:saved_count]))
         own = dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
         state = self._state(own)
-        # a closed op leaves the history alone, and what it gives instead is folded in
-        quantizers = [self.entries[entry][0] for entry in self.backward_entries]
-        direct = plan.traceable and all(states.has_closing_kernel(quantizer, grads[0].device) for quantizer in quantizers)
-        casts = self._state(own, entries[1::2]) if direct else state
+        # an op that is closed after all leaves the history alone, and what it gives instead is folded in
+        casts = self._state(own, entries[1::2]) if self.takes_blanks(self.backward_entries) else state
         outcome = backward_pass(plan, saved, casts, grads[0], grads[1:], self.launch)
         states.observe_(plan, state, outcome.amaxes, self.key.closes)
         slots = [place if needed else -1 for place, needed in zip(self.key.places, self.key.flags, strict=True)]
@@ -314,6 +321,9 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
     functions: dict[str, Callable[..., Any]] = {}
     own = [tensor for entry in recorder.forward_entries for tensor in recorder.entries[entry][1:]]
     begun, histories = own[::2], own[1::2]
+    takes_blanks = eager and bool(own) and recorder.takes_blanks(recorder.forward_entries)
+    if takes_blanks:
+        begun = [*begun, *histories]
     if own and not eager and (plan.output_requires_grad or recorder.opens):
         functions["begin"], begun = write(recorder.begin, own)
     functions["forward"], made = write(recorder.forward, [*recorder.unique, *begun])
@@ -340,6 +350,7 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
         backward=tuple(order.index(entry) for entry in recorder.backward_entries),
         entries=tuple(order),
         contiguous=tuple(tensor.is_contiguous() for tensor in saved) if eager else (),
+        takes_blanks=takes_blanks,
     )
 
 

@@ -52,13 +52,14 @@ class Program:
     """A recorded kind of call.
 
     Attributes:
-        forward: from distinct arguments and scales to outputs, amaxes and what is saved.
+        forward: from distinct arguments, scales and what casts observe into to outputs, amaxes and what is saved.
         backward: from what was saved, the gradients' state and gradients of outputs to gradients of the arguments.
         outputs, observes: numbers of outputs and of amaxes.
         reads, writes: op and role of the state that the forward reads, and of the one that the backward writes.
         observers: op and role of the amaxes.
         entries: op and role of all of the state.
         contiguous: for every tensor that is saved, whether it is contiguous.
+        takes_blanks: whether the forward takes what casts observe into; else it makes that itself.
     """
 
     def __init__(self, made: recording.Recording, observers: tuple[tuple[int, str], ...]) -> None:
@@ -70,21 +71,33 @@ class Program:
         self.observers = observers
         self.entries = list(made.entries)
         self.contiguous = made.contiguous
+        self.takes_blanks = made.takes_blanks
+
+    def blanks(self, state: Any, in_place: bool) -> list[torch.Tensor]:
+        """What the casts of a forward observe into: their histories, or zeros."""
+        if not (self.takes_blanks and self.reads):
+            return []
+        if in_place:
+            return [state[index][role].amax_history for index, role in self.reads]
+        device = state[self.reads[0][0]][self.reads[0][1]].scale.device
+        # 16 bytes apart, which every kernel takes for aligned
+        return list(torch.zeros((len(self.reads), 4), dtype=torch.float32, device=device)[:, :1].unbind())
 
 
 class ReplayFunction(torch.autograd.Function):
     """A recorded chain; what :class:`bridge.autograd.ChainFunction` is for the pipeline."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, reads: Any, written: Any, *unique: torch.Tensor) -> Any:
-        """Run the forward; amaxes are returned beside the outputs and are not differentiable."""
-        made = program.forward(*unique, *reads)
-        returned = program.outputs + program.observes
-        ctx.save_for_backward(*made[returned:])
+    def forward(ctx: Any, program: Program, reads: Any, blanks: Any, written: Any, *unique: torch.Tensor) -> Any:
+        """Run the forward; amaxes that it makes are returned beside the outputs and are not differentiable."""
+        made = program.forward(*unique, *reads, *blanks)
+        saved = program.outputs + program.observes
+        ctx.save_for_backward(*made[saved:])
         ctx.program, ctx.written = program, written
         ctx.set_materialize_grads(False)
         ctx.like = [(out.shape, out.dtype, out.device) for out in made[: program.outputs]]
-        if program.observes:
+        returned = program.outputs if blanks else saved
+        if returned > program.outputs:
             ctx.mark_non_differentiable(*made[program.outputs : returned])
         return made[0] if returned == 1 else tuple(made[:returned])
 
@@ -108,7 +121,7 @@ class ReplayFunction(torch.autograd.Function):
                 result = ctx.program.backward(*saved, *ctx.written, *own)
         else:
             result = ctx.program.backward(*saved, *ctx.written, *own)
-        return (None, None, None, *result)
+        return (None, None, None, None, *result)
 
 
 def _kind(tensor: Any) -> Any:
@@ -151,13 +164,21 @@ def _plain_eager() -> bool:
 
 
 def replayed(
-    block: Any, params: Any, x: Any, extra_inputs: tuple[Any, ...], state: Any, recipe: Any, way: tuple[Any, ...]
+    block: Any,
+    params: Any,
+    x: Any,
+    extra_inputs: tuple[Any, ...],
+    state: Any,
+    recipe: Any,
+    way: tuple[Any, ...],
+    in_place: bool = False,
 ) -> tuple[list[torch.Tensor], dict[tuple[int, str], torch.Tensor]] | None:
     """An eager call by its program.
 
     Args:
         block, params, x, extra_inputs, state, recipe: as for :func:`bridge.apply`.
         way: the fusions, the name of the backend, and the dtype that autocast asks for or None.
+        in_place: whether casts may observe into the histories; amaxes that did so are the histories.
 
     Returns:
         What :func:`bridge.autograd.run` does, or None if the pipeline has to run.
@@ -195,16 +216,19 @@ def replayed(
     ):
         return None
     reads = [state[index][role].scale for index, role in program.reads]
+    blanks = program.blanks(state, in_place)
     if program.backward is None:
-        results: Any = program.forward(*unique, *reads)
+        results: Any = program.forward(*unique, *reads, *blanks)
     else:
         written: list[torch.Tensor] = []
         for index, role in program.writes:
             entry = state[index][role]
             written.extend((entry.scale, entry.amax_history))
-        results = ReplayFunction.apply(program, reads, written, *unique)
+        results = ReplayFunction.apply(program, reads, blanks, written, *unique)
         results = [results] if isinstance(results, torch.Tensor) else results
     count = program.outputs
+    if blanks:
+        return list(results[:count]), dict(zip(program.reads, blanks, strict=True))
     return list(results[:count]), dict(zip(program.observers, results[count : count + program.observes], strict=True))
 
 

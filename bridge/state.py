@@ -78,17 +78,17 @@ def _has_kernel(device: str) -> bool:
     return _kernel(device) is not None
 
 
-def _unfolded(
-    amax_histories: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
+def _unfolded(amax_histories: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """Amaxes to fold in. A cast that observed into the history itself has given that, and has folded."""
     return [None if amax is history else amax for history, amax in zip(amax_histories, amaxes, strict=True)]
 
 
 def _fold_amaxes(amax_histories: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
-    kernel = _kernel(amaxes[0].device.type)
-    # folding alone neither reads nor writes scales
-    kernel(amaxes, amax_histories, _unfolded(amax_histories, amaxes), limit=[1.0] * len(amaxes), closes=False)
+    observed = _unfolded(amax_histories, amaxes)
+    if any(amax is not None for amax in observed):
+        kernel = _kernel(amaxes[0].device.type)
+        # folding alone neither reads nor writes scales
+        kernel(amaxes, amax_histories, observed, limit=[1.0] * len(amaxes), closes=False)
 
 
 def _close_step(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Unwritable", "record_tape"]
 
-# Zeros that kernels fold into lie 16 bytes apart, which every kernel takes for aligned.
+# Single numbers lie 16 bytes apart, which every kernel takes for aligned.
 _APART = 4
 _OF_EMPTY = {"dtype", "device", "layout", "pin_memory"}
 
@@ -80,25 +80,38 @@ def _needed(steps: list[_Step], results: Any) -> list[_Step]:
     return kept[::-1]
 
 
-def _is_slot(step: _Step) -> bool:
-    """Whether it makes the zero that a kernel folds an amax into."""
+# The same by another way, which the interpreter takes in less time.
+_QUICKER = {
+    torch.ops.aten.t.default: torch.t,
+    torch.ops.aten.view.default: torch.Tensor.view,
+    torch.ops.aten.add.Tensor: torch.add,
+}
+# what makes one number: the zero that a kernel folds an amax into, or room for a scale
+_NUMBERS = {
+    torch.ops.aten.zeros.default: "zeros",
+    torch.ops.aten.new_zeros.default: "zeros",
+    torch.ops.aten.empty.memory_format: "empty",
+}
+
+
+def _number(step: _Step) -> str:
+    """The function that makes many of the numbers that the step makes one of, or empty."""
     made = step.made
-    return (
-        step.function in (torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default)
-        and tuple(made.shape) == (1,)
-        and made.dtype is torch.float32
-    )
+    name = _NUMBERS.get(step.function, "")
+    return name if name and tuple(made.shape) == (1,) and made.dtype is torch.float32 else ""
 
 
 class _Source:
-    """Python source of a tape."""
+    """Python source of a tape; ``quicker`` are functions to call in the place of operators."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], results: Any, quicker: dict[Any, Any]) -> None:
+        self.results = {id(tensor) for tensor in _tensors(results)}
         self.names: dict[int, str] = {}
         self.globals: dict[str, Any] = {"empty": torch.empty, "zeros": torch.zeros}
         # a line, and the variables in it
         self.lines: list[tuple[str, list[str]]] = []
         self.used: list[str] = []
+        self.quicker = {**_QUICKER, **quicker}
         for index, tensor in enumerate(inputs):
             self.names.setdefault(id(tensor), f"x{index}")
 
@@ -135,15 +148,17 @@ class _Source:
         self.lines.append((f"{', '.join(made)} = {text}" if made else text, [*self.used, *made]))
         self.used = []
 
-    def slots(self, steps: list[_Step]) -> None:
-        """One fill for all zeros that kernels fold into."""
+    def numbers(self, function: str, steps: list[_Step]) -> None:
+        """One allocation for all single numbers that ``function`` makes, and one fill."""
         if not steps:
             return
         kind = f"dtype={self.constant(torch.float32)}, device={self.constant(steps[0].made.device)}"
-        self.add(f"zeros({_APART * len(steps)}, {kind})", "slots")
-        for index, step in enumerate(steps):
-            self.used.append("slots")
-            self.add(f"slots.as_strided((1,), (1,), {_APART * index})", self.name(step.made))
+        self.add(f"{function}(({len(steps)}, {_APART}), {kind})[:, :1].unbind()", ", ".join(self.made(steps)) + ",")
+        self.lines[-1][1][-1:] = self.made(steps)
+
+    def made(self, steps: list[_Step]) -> list[str]:
+        """The variables of what some steps make, a tensor each."""
+        return [self.name(step.made) for step in steps]
 
     def step(self, step: _Step) -> None:
         function, kwargs = step.function, step.kwargs
@@ -151,15 +166,24 @@ class _Source:
             # of the ways to call it the quickest
             text = self.call("empty", step.args, {name: kwargs[name] for name in ("dtype", "device") if name in kwargs})
         else:
-            text = self.call(self.constant(function), step.args, kwargs)
+            text = self.call(self.constant(self.quicker.get(function, function)), step.args, kwargs)
         made = list(_tensors(step.made))
-        if isinstance(step.made, torch.Tensor):
+        if self._is_same(step):
+            self.names[id(step.made)] = self.names[id(step.args[0])]
+            self.used = []
+        elif isinstance(step.made, torch.Tensor):
             self.add(text, self.name(step.made))
         elif made:
             self.add(f"{text}", f"{', '.join(map(self.name, made))},")
             self.lines[-1][1][-1:] = map(self.name, made)
         else:
             self.add(text)
+
+    def _is_same(self, step: _Step) -> bool:
+        """Whether it is a view that its argument can stand for. Not for a result, which is a tensor of its own."""
+        if step.function is not torch.ops.aten.view.default or id(step.made) in self.results:
+            return False
+        return step.made.shape == step.args[0].shape and step.made.stride() == step.args[0].stride()
 
     def function(self, arguments: int, results: Any) -> Callable[..., Any]:
         """The function, which lets go of what it no longer needs."""
@@ -191,15 +215,17 @@ def record_tape(
     Raises:
         Unwritable: it does something else than launching kernels and calling ATen operators.
     """
-    from functional_te.kernels.triton.launch import recording_launches  # Triton may be absent
+    from functional_te.kernels.triton.compat import BY_OPERATOR  # Triton may be absent
+    from functional_te.kernels.triton.launch import recording_launches
 
     writer = _Writer()
     with mode, writer, recording_launches(writer.launched):
         results = function(*inputs)
     steps = _needed(writer.steps, results)
-    source = _Source(inputs)
-    source.slots([step for step in steps if _is_slot(step)])
+    source = _Source(inputs, list(results), BY_OPERATOR)
+    for maker in ("zeros", "empty"):
+        source.numbers(maker, [step for step in steps if _number(step) == maker])
     for step in steps:
-        if not _is_slot(step):
+        if not _number(step):
             source.step(step)
     return source.function(len(inputs), results), results

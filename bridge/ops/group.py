@@ -188,10 +188,12 @@ class Group(Layout):
         reads = state
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
+        observes = torch.is_grad_enabled() and reads is state
+        options["in_place"] = observes and not compiling
         outputs, amaxes = run(
             block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph(), **options
         )
-        if amaxes and torch.is_grad_enabled() and reads is state:
+        if amaxes and observes:
             self._observe(state, amaxes)
         return outputs
 

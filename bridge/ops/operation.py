@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from bridge.ops.hooks import BasicHooks, FusedHooks
 from bridge.ops.quantizer_view import QuantizerView
 from bridge.quantized_weight import QuantizedWeight
 from bridge.recipe_context import active_recipe, register_holder
+from bridge.state import has_closing_kernel
 from bridge.weight_cache import WeightCast
 from functional_te._errors import type_error, value_error
 from functional_te.fuser.plan import quantizer_of, state_roles_of
@@ -37,6 +39,8 @@ from functional_te.recipes import Recipe
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "resolve_device"]
 
 _serials = itertools.count(1)
+# what BasicOperation.pending() has remembered at first: roles, tensors and its result
+_NOTHING_PENDING: tuple[Any, tuple[Any, ...], list[Any]] = (None, (), [])
 
 
 def resolve_device(device: Any) -> torch.device:
@@ -117,6 +121,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
         # recipe under which the op ran last; a recomputed forward outside of any autocast runs it again
         self._last_recipe: Recipe | None = None
         self._state_roles: StateRoles = ()
+        self._pending = _NOTHING_PENDING
         self._state_key = ""
         self._loaded = False
         # of the keys of stochastic rounding; drawn with the parameters
@@ -409,6 +414,21 @@ class BasicOperation(BasicHooks, FusibleOperation):
         states = self.states(self._state_roles)
         return [(role, quantizer, states[role]) for role, quantizer in self._state_roles]
 
+    def pending(self) -> list[tuple[str, Quantizer, Any, torch.device, bool]]:
+        """:meth:`named_states`, each with its device and whether one kernel closes many such steps there.
+
+        Remembered as long as the tensors stay the same.
+        """
+        tensors = tuple(self._buffers.values())
+        roles, known, found = self._pending
+        if roles is not self._state_roles or len(known) != len(tensors) or not all(map(operator.is_, known, tensors)):
+            found = [
+                (role, quantizer, state, state.read.device, has_closing_kernel(quantizer, state.read.device))
+                for role, quantizer, state in self.named_states()
+            ]
+            vars(self)["_pending"] = self._state_roles, tensors, found
+        return found
+
     def get_extra_state(self) -> torch.Tensor:
         """Quantizer state as bytes: what ``torch.save`` writes for a dict of tensors; empty if there is none."""
         return extra_state.encode(self.named_states())
@@ -434,6 +454,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
             **state,
             "_owners": [],
             "_captured": self._is_captured(),
+            "_pending": _NOTHING_PENDING,
             "weight_casts": {},
             "wants_casts": False,
         }

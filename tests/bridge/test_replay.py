@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bridge
 import functional_te as fte
-from bridge import replay
+from bridge import replay, state
 
 pytest.importorskip("triton", reason="needs triton (the `triton` extra)")
 
@@ -262,7 +262,9 @@ def modules(monkeypatch):
         autograd, "make_plan", lambda *args, **options: inner(*args, **{**options, "backend": "triton"})
     )
     replays = autograd.replayed
-    monkeypatch.setattr(autograd, "replayed", lambda *args: replays(*args[:6], (args[6][0], "triton", args[6][2])))
+    monkeypatch.setattr(
+        autograd, "replayed", lambda *args: replays(*args[:6], (args[6][0], "triton", args[6][2]), *args[7:])
+    )
     torch.manual_seed(0)
     ops = bridge.ops
     return ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32)).to(BF16)
@@ -302,6 +304,46 @@ def test_modules_train_alike(programs, monkeypatch, checkpointed):
     replay._known.clear()
     assert_equal(train(modules(monkeypatch), checkpointed=checkpointed), expected)
     assert programs.calls >= 2
+
+
+def closing(monkeypatch):
+    """Have one kernel close the steps of all modules, also on the CPU, as on a GPU; what it is launched for."""
+    from functional_te.kernels.triton.state import close_step
+
+    seen = []
+
+    def kernel(scales, histories, amaxes, **options):
+        seen.append([amax is not None for amax in amaxes])
+        return close_step(scales, histories, amaxes, **options)
+
+    monkeypatch.setattr(state, "_kernel", lambda device: kernel)
+    return seen
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_casts_of_modules_observe_into_their_histories(programs, monkeypatch, checkpointed):
+    """Nothing is left to fold in; and what does not count is observed elsewhere: evaluations, recomputations."""
+
+    def accumulate(index, module):
+        x = torch.full((8, 32), 1.0 + index).to(BF16).requires_grad_()
+        with bridge.autocast(recipe=RECIPES["delayed"]):
+            for part in range(2):
+                (module(x * (2 - part)).float().sum() * 1e-3).backward()
+        with torch.no_grad(), bridge.autocast(recipe=RECIPES["delayed"]):
+            module(x * 4)
+
+    found = []
+    for calls in (10**9, 2):
+        monkeypatch.setattr(replay, "_CALLS", calls)
+        replay._known.clear()
+        with monkeypatch.context() as patch:
+            launched = closing(patch)
+            found.append(train(modules(patch), checkpointed=checkpointed, after=accumulate))
+        folds = [sum(own) for own in launched]
+        assert programs.calls == 0 or sum(folds[-len(folds) // 2 :]) == 0
+        assert sum(folds) > 0
+        assert programs.calls > 0 or calls > 2
+    assert_equal(*found)
 
 
 def test_saved_tensor_hooks_see_what_the_pipeline_saves(programs, monkeypatch):

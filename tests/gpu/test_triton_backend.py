@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -199,19 +200,51 @@ def test_a_compiled_forward_launches_what_it_needs() -> None:
         with bridge.autocast(recipe=recipe):
             return model(x)
 
-    x = inputs(1)[0].requires_grad_()
+    x, dy = inputs(1)[0].requires_grad_(), inputs(2)[1]
     for _ in range(3):
-        call(x).sum().backward()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        call(x)
-        torch.cuda.synchronize()
-    events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    names = [event.name for event in events if not event.name.startswith("Mem")]
+        call(x).backward(dy)
+    y = None
+
+    def forward() -> None:
+        nonlocal y
+        y = call(x)
+
+    names = launched(forward)
     # one that closes steps, copies scales and makes the zeros that casts observe into; one that folds what they did
     assert len([name for name in names if "_close_kernel" in name]) == 2
     assert len([name for name in names if name.startswith("triton_")]) == 1  # the residual sum
-    assert len(names) == 3 + 4 + 2  # the norm, the activation, two casts of weights; two products
+    assert len(names) == 3 + 4 + 2, names  # the norm, the activation, two casts of weights; two products
+    x.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
+    names = launched(lambda: y.backward(dy))
+    # casts observe into the histories, and one kernel closes their steps
+    assert len([name for name in names if "_close_kernel" in name]) == 1
+    assert not [name for name in names if name.startswith("triton_")]
+    # the cast of the gradient, the activation's and the norm's gradient, and the sum of its partial sums; four products
+    assert len(names) == 1 + 4 + 4, names
+
+
+def launched(run: Any) -> list[str]:
+    """The names of the kernels that a call launches."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in events if not event.name.startswith("Mem")]
+
+
+def test_compiled_code_launches_kernels_through_pytorchs_launcher() -> None:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    gc.collect()
+    before = {id(own) for own in gc.get_objects() if isinstance(own, CachingAutotuner)}
+    runs("delayed", "default", count=2)
+    made = [own for own in gc.get_objects() if isinstance(own, CachingAutotuner) and id(own) not in before]
+    launchers = {own.fn.__name__: launcher for own in made for launcher in own.launchers}
+    assert {"_cast_kernel", "_rows_kernel", "_close_kernel"} <= launchers.keys()
+    assert [name for name, launcher in launchers.items() if not getattr(launcher, "_is_static", False)] == []
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block"])

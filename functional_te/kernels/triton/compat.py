@@ -17,10 +17,21 @@ import functools
 
 import torch
 
-__all__ = ["block_scaled_product", "can_scale", "can_scale_blocks", "can_scale_groups", "grouped_product", "product"]
+__all__ = [
+    "BY_OPERATOR",
+    "block_scaled_product",
+    "can_scale",
+    "can_scale_blocks",
+    "can_scale_groups",
+    "grouped_product",
+    "product",
+]
 
 _scaled_mm = getattr(torch, "_scaled_mm", None)
 _scaled_grouped_mm = getattr(torch, "_scaled_grouped_mm", None)
+
+# the operators of these, for who calls them as they were recorded
+BY_OPERATOR = {} if _scaled_mm is None else {torch.ops.aten._scaled_mm.default: _scaled_mm}
 
 
 @functools.lru_cache

@@ -2,8 +2,8 @@
 
 For a kernel that it did not generate, PyTorch has Triton write a launcher in C, and calls it through Triton's Python
 layers. Its own launcher is in PyTorch's library and takes half of the time: eight MLP blocks of 2,048 tokens, which
-wait for the host, took 7.9 milliseconds a step through the one and 5.6 through the other on an H200, and eight layers of
-a Llama compiled in 30 and 23 seconds. PyTorch has an option to launch all kernels so
+wait for the host, took 7.9 milliseconds a step through the one and 5.6 through the other on an H200, and eight layers
+of a Llama compiled in 30 and 23 seconds. PyTorch has an option to launch all kernels so
 (``TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS``), which is off because that launcher knows fewer types of
 arguments than Triton does, and fails to compile others' kernels that have them. Those of this package have pointers and
 numbers only.
