@@ -17,7 +17,8 @@ WIDTH = 32
 
 def _model() -> ops.Sequential:
     torch.manual_seed(0)
-    return ops.Sequential(ops.BasicLinear(WIDTH, WIDTH), ops.GELU(), ops.BasicLinear(WIDTH, WIDTH))
+    first, last = [ops.BasicLinear(WIDTH, WIDTH, device="cpu") for _ in range(2)]
+    return ops.Sequential(first, ops.GELU(), last)
 
 
 def _call(model: Any, recipe: Any) -> Any:

@@ -61,15 +61,13 @@ def ours():
 
 def theirs():
     return compiled(foreign, lambda name: {"x": "*fp32", "size": "i32"}[name], {"BLOCK": 64})
-
-known = state._close_kernel.src
 """
 
 
 def run(code: str, folder: Path) -> None:
     """In a process that compiles kernels instead of interpreting them."""
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(root)}
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("TRITON_INTERPRET", None)
     script = folder / "case.py"
     script.write_text(PREPARE + code)
