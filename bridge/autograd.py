@@ -27,7 +27,7 @@ from bridge.call import (
 from bridge.gate import eager_launcher, launcher
 from bridge.program import MISFIT, forward_places, kinds_of, run_program, slots, states
 from bridge.replay import replayed
-from bridge.state import keep_scales, observe_
+from bridge.state import keep_gradient_scales, keep_scales, observe_
 from functional_te import pytree
 from functional_te._value import uid_of
 from functional_te.api import bind_kwargs
@@ -83,7 +83,8 @@ def _backward(call: Call, saved: Any, state: Any, targets: Any, grads: Any, coun
     compiling = torch.compiler.is_compiling()
     launch = launcher(plan) if compiling else eager_launcher(plan, "backward", call.takeovers)
     grad_extras = grads[1 : 1 + len(plan.chain.extra_outputs)]
-    outcome = backward_pass(plan, saved, state, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
+    reads = keep_gradient_scales(plan, state) if compiling and call.closes else state
+    outcome = backward_pass(plan, saved, reads, grads[0], grad_extras, launch, _grad_dtypes(call, targets))
     observe_(plan, state, outcome.amaxes, call.closes)
     grad_params = _accumulate(call, targets, outcome.grad_params) if call.main_grads else outcome.grad_params
     return tuple(grads_by_argument(outcome, grad_params, call.grad_slots, count))

@@ -257,8 +257,11 @@ class _Recorder:
         saved = pytree.tree_unflatten(self.saved_spec, merge_saved(self.saved_values, tensors[:saved_count]))
         own = dict(zip(self.backward_entries, zip(entries[::2], entries[1::2], strict=True), strict=True))
         state = self._state(own)
-        # an op that is closed after all leaves the history alone, and what it gives instead is folded in
-        casts = self._state(own, entries[1::2]) if self.takes_blanks(self.backward_entries) else state
+        if self.takes_blanks(self.backward_entries):
+            # an op that is closed after all leaves the history alone, and what it gives instead is folded in
+            casts = self._state(own, entries[1::2])
+        else:
+            casts = states.keep_gradient_scales(plan, state) if self.key.closes else state
         outcome = backward_pass(plan, saved, casts, grads[0], grads[1:], self.launch)
         states.observe_(plan, state, outcome.amaxes, self.key.closes)
         slots = [place if needed else -1 for place, needed in zip(self.key.places, self.key.flags, strict=True)]

@@ -28,6 +28,7 @@ __all__ = [
     "has_closing_kernel",
     "is_builtin_delayed",
     "keep",
+    "keep_gradient_scales",
     "keep_scales",
     "observe_",
     "open_",
@@ -208,11 +209,26 @@ def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def keep_scales(plan: Plan, state: Any) -> Any:
     """``state`` with copies of the forward scales and keys; see :func:`keep`."""
-    if not plan.observes:
+    return _reading_copies(state, plan.observes)
+
+
+def keep_gradient_scales(plan: Plan, state: Any) -> Any:
+    """``state`` with copies of the backward's scales and keys, for a backward that closes their step.
+
+    A gradient is divided by its scale where the compiler sees fit, and Inductor moves that behind an op that writes to
+    the scale: it puts off what only reads, and orders it after the op whose argument it is about to change.
+    """
+    own = [(index, role) for index, roles in enumerate(plan.state_roles) for role, _ in roles]
+    return _reading_copies(state, [key for key in own if key not in plan.observes])
+
+
+def _reading_copies(state: Any, keys: Sequence[tuple[int, str]]) -> Any:
+    """``state`` where casts of some ops and roles read copies."""
+    if not keys:
         return state
-    kept = keep([state[index][role].read for index, role in plan.observes])
+    kept = keep([state[index][role].read for index, role in keys])
     copies = [dict(own) for own in state]
-    for (index, role), own in zip(plan.observes, kept, strict=True):
+    for (index, role), own in zip(keys, kept, strict=True):
         copies[index][role] = copies[index][role].reading(own)
     return tuple(copies)
 

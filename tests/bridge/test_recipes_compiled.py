@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bridge
 import functional_te as fte
+from bridge import program
 from functional_te.quantization import quantize_bound
 from functional_te.quantization.tensor import BoundQuantizer
 from functional_te.recipes import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Role
@@ -365,3 +366,41 @@ def test_a_recomputed_forward_rounds_as_the_first_one():
 
 def _random_inputs(role):
     return recipes.ROTATED if role.tensor == "weight" else fte.NVFP4Quantizer(stochastic_rounding=True)
+
+
+class Twice(torch.nn.Module):
+    """A parametrization, whose derivative Inductor computes where it likes."""
+
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "traced"])
+def test_gradients_are_divided_by_the_scales_of_their_step(recorded, monkeypatch, dynamo):
+    """Inductor orders what reads a scale, and waits to be fused, behind an op that changes the scale."""
+    monkeypatch.setattr(program, "_found", {})
+    if not recorded:
+        monkeypatch.setattr(program, "_make", lambda key, name: "")
+    recipe = fte.recipes.DelayedScaling(amax_history_len=4)
+
+    def gradients(compiled):
+        torch.manual_seed(0)
+        ops = bridge.ops
+        model = ops.Sequential(ops.Linear(32, 48, bias=False), ops.GELU(), ops.Linear(48, 32, bias=False)).to("cpu")
+        for linear in (model[0], model[2]):
+            torch.nn.utils.parametrize.register_parametrization(linear.basic_ops[0], "weight", Twice())
+
+        def call(x):
+            with bridge.autocast(recipe=recipe):
+                return model(x)
+
+        run = torch.compile(call, fullgraph=True) if compiled else call
+        found = []
+        for step in range(3):
+            x = (torch.randn(16, 32) * 4**step).requires_grad_()
+            run(x).square().mean().backward()
+            found += [x.grad, *[parameter.grad.clone() for parameter in model.parameters()]]
+        return found
+
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
