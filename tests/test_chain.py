@@ -96,7 +96,9 @@ def compare(actual, expected, floor: float) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape
         if other.abs().max() > 1e-6 if other.numel() else False:
-            assert oracles.snr(one, other.detach()) > floor
+            # what is left of sums that cancel has the error of their terms, which are about 1
+            error = (one.double() - other.detach()).abs().max()
+            assert error < 1e-7 or oracles.snr(one, other.detach()) > floor
         else:
             torch.testing.assert_close(one.double(), other.detach(), rtol=0, atol=1e-5)
 

@@ -12,8 +12,10 @@ scalar operand costs twice one between tensors. So ``alpha=`` arguments and fuse
 and what a value and its derivative have in common is computed once (``prepare``).
 
 Infinities and NaNs come out where the formulas, evaluated literally, give them; a finite input overflows only where its
-result (or ``dy * b`` on the way to a gated gradient) does not fit float32. As in PyTorch's own gradients, a place where
-a derivative is defined to be zero (ReLU below zero, a clamp outside its limits) gives zero whatever ``dy`` holds.
+result (or ``dy * b`` on the way to a gated gradient) does not fit float32. But the exact GELU is PyTorch's kernel,
+which overflows beyond half of the largest number, and makes infinity NaN, on CPUs with AVX-512. As in PyTorch's own
+gradients, a place where a derivative is defined to be zero (ReLU below zero, a clamp outside its limits) gives zero
+whatever ``dy`` holds.
 """
 
 from __future__ import annotations
