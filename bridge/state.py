@@ -39,6 +39,7 @@ __all__ = [
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("fold_amax_(Tensor(a!) amax_history, Tensor amax) -> ()")
 _library.define("keep(Tensor[] read) -> Tensor[]")
+_library.define("keep_one(Tensor read) -> Tensor")
 _library.define("write_(Tensor(a!) target, Tensor value) -> ()")
 _signatures = {
     "fold_amaxes_": "(Tensor(a!)[] amax_histories, Tensor[] amaxes) -> ()",
@@ -166,6 +167,8 @@ for _name, _body, _fake in _LAUNCHES:
     _library.impl(f"{_name}_opaque", _closed(_body), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}_opaque", _fake, lib=_library)
 _library.impl("keep", _keep, "CompositeExplicitAutograd")
+_library.impl("keep_one", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::keep_one", torch.empty_like, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::keep", lambda read: [torch.empty_like(own) for own in read], lib=_library)
 _library.impl("fold_amax_", _fold_amax, "CompositeExplicitAutograd")
 _library.impl("write_", _write, "CompositeExplicitAutograd")
@@ -209,7 +212,9 @@ def keep(read: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def keep_scales(plan: Plan, state: Any) -> Any:
     """``state`` with copies of the forward scales and keys; see :func:`keep`."""
-    return _reading_copies(state, plan.observes)
+    if not plan.observes:
+        return state
+    return _reading(state, plan.observes, keep([state[index][role].read for index, role in plan.observes]))
 
 
 def keep_gradient_scales(plan: Plan, state: Any) -> Any:
@@ -219,14 +224,13 @@ def keep_gradient_scales(plan: Plan, state: Any) -> Any:
     the scale: it puts off what only reads, and orders it after the op whose argument it is about to change.
     """
     own = [(index, role) for index, roles in enumerate(plan.state_roles) for role, _ in roles]
-    return _reading_copies(state, [key for key in own if key not in plan.observes])
+    keys = [key for key in own if key not in plan.observes]
+    # one by one: generated C++ crashes in a backward that calls an op of lists (PyTorch 2.13)
+    return _reading(state, keys, [torch.ops.functional_te.keep_one(state[index][role].read) for index, role in keys])
 
 
-def _reading_copies(state: Any, keys: Sequence[tuple[int, str]]) -> Any:
-    """``state`` where casts of some ops and roles read copies."""
-    if not keys:
-        return state
-    kept = keep([state[index][role].read for index, role in keys])
+def _reading(state: Any, keys: Sequence[tuple[int, str]], kept: Sequence[torch.Tensor]) -> Any:
+    """``state`` where casts of some ops and roles read other tensors."""
     copies = [dict(own) for own in state]
     for (index, role), own in zip(keys, kept, strict=True):
         copies[index][role] = copies[index][role].reading(own)
