@@ -225,7 +225,8 @@ def run(
         closes: whether the backward closes the step of its quantizers.
         main_grads: destinations of parameter gradients; see :mod:`bridge.main_grad`.
         takeovers: see :class:`bridge.call.Call`.
-        in_place: whether eager casts may observe into the histories of ``state``; amaxes that did are the histories.
+        in_place: whether eager casts may observe into the histories of ``state``; amaxes that did are the histories. A
+            call that fails half way leaves there what it observed.
 
     Returns:
         The main output and the extra outputs; and the observed forward amaxes by (op index, role).

@@ -26,6 +26,7 @@ from functional_te._value import value_of
 from functional_te.api import bind_kwargs
 from functional_te.check import check_call, check_state
 from functional_te.fuser.plan import Plan, find_plan, full_pattern
+from functional_te.ops import GroupedLinear
 from functional_te.pipeline import backward_pass, forward_pass
 from functional_te.quantization.state import DelayedScalingState, StochasticRoundingState, init_quantizer_state
 
@@ -172,11 +173,20 @@ class _Recorder:
         self.backward_entries = [key for key in self.entries if key not in set(plan.observes)]
 
     def takes_blanks(self, entries: Sequence[tuple[int, str]]) -> bool:
-        """Whether the casts of some entries observe into tensors that they are given: not if they are closed ops."""
+        """Whether the casts of some entries observe into tensors that they are given.
+
+        Not if they are closed ops, nor if they are PyTorch's operators, as those of grouped rows are, which also read
+        live scales when the compiler sees fit.
+        """
         device = self.unique[0].device
-        return (self.launch is None or self.plan.traceable) and all(
-            states.has_closing_kernel(self.entries[own][0], device) for own in entries
-        )
+        if not (self.launch is None or self.plan.traceable) or any(isinstance(op, GroupedLinear) for op in self._ops):
+            return False
+        return all(states.has_closing_kernel(self.entries[own][0], device) for own in entries)
+
+    @property
+    def _ops(self) -> list[Any]:
+        steps: list[Any] = [*self.plan.forward, *self.plan.backward]
+        return [*self.plan.chain.ops, *(step.op for step in steps)]
 
     def _tensor(self, kind: Kind, named: dict[Any, Any]) -> Any:
         """A tensor of a kind; one dict of named sizes for all."""
@@ -331,6 +341,12 @@ def _write(recorder: _Recorder, write: Callable[..., Any], eager: bool) -> Recor
         functions["begin"], begun = write(recorder.begin, own)
     functions["forward"], made = write(recorder.forward, [*recorder.unique, *begun])
     observes = len(plan.observes)
+    if takes_blanks:
+        seen = dict(zip(plan.observes, made[recorder.outputs : recorder.outputs + observes], strict=True))
+        given = dict(zip(recorder.forward_entries, histories, strict=True))
+        if any(seen[entry] is not given[entry] for entry in given):  # a cast that makes its own
+            takes_blanks, begun = False, own[::2]
+            functions["forward"], made = write(recorder.forward, [*recorder.unique, *begun])
     saved = made[recorder.outputs + observes :]
     if observes and not eager:
         amaxes = made[recorder.outputs : recorder.outputs + observes]

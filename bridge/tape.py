@@ -223,9 +223,11 @@ def record_tape(
         results = function(*inputs)
     steps = _needed(writer.steps, results)
     source = _Source(inputs, list(results), BY_OPERATOR)
+    # but not results: those that leave an autograd function are no views, or nobody may write to them
+    numbers = {id(step): _number(step) for step in steps if id(step.made) not in source.results}
     for maker in ("zeros", "empty"):
-        source.numbers(maker, [step for step in steps if _number(step) == maker])
+        source.numbers(maker, [step for step in steps if numbers.get(id(step)) == maker])
     for step in steps:
-        if not _number(step):
+        if not numbers.get(id(step)):
             source.step(step)
     return source.function(len(inputs), results), results

@@ -189,7 +189,8 @@ class Group(Layout):
         if not compiling and self.quantized:
             reads = self._recomputed(state) if in_backward() else self._started(state)
         observes = torch.is_grad_enabled() and reads is state
-        options["in_place"] = observes and not compiling
+        # a recomputation may be stopped before what it observed is folded in
+        options["in_place"] = observes and not compiling and not in_backward()
         outputs, amaxes = run(
             block, params, x, extra_inputs, reads, recipe, kwargs, closes=closes_in_graph(), **options
         )

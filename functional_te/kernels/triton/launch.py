@@ -102,7 +102,7 @@ class Launch:
         self.args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self.full_grid = (*grid, 1, 1)[:3]
         self.rest = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
-        # compiled kernels by which of the tensors lie at multiples of 16 bytes
+        # compiled kernels by where the tensors lie between multiples of 16 bytes; 0 if all lie at such
         self.compiled: dict[Any, Any] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> None:
