@@ -16,17 +16,15 @@ its forward quantizers when it first runs in the context, and each backward clos
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from bridge import compat
-from bridge.state import close_states_, is_builtin_delayed
+from bridge.closing import close_steps, holders, prepare_states
+from bridge.state import close_states_
 from bridge.weight_cache import count_optimizer_steps, refresh_known_weights
 from functional_te._errors import type_error
-from functional_te.quantization.quantizers import Quantizer
-from functional_te.quantization.state import DelayedScalingState, update_scale
 from functional_te.recipes import DelayedScaling, Recipe, as_recipe
 
 __all__ = [
@@ -40,7 +38,6 @@ __all__ = [
     "default_recipe",
     "in_context",
     "reads_weight_casts",
-    "register_holder",
     "remove_agreement",
     "shared_modules",
     "steps_to_close",
@@ -69,14 +66,8 @@ class _Active:
 
 
 _active = _Active()
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 # what ranks share, in the order in which they said so
 _agreements: list[Any] = []
-
-
-def register_holder(module: Any) -> None:
-    """Register a module that has quantizers, so that its steps can be closed."""
-    _holders.add(module)
 
 
 def add_agreement(agreement: Any) -> None:
@@ -187,11 +178,12 @@ class autocast:
                 _refuse_agreements("while a CUDA graph is captured")
                 _active.captured = []
             elif not compat.in_backward() and not compat.functorch_active():
-                _close_step(self.recipe)
+                prepare_states(self.recipe)
+                close_steps(_agree(self.recipe) if _agreements else set())
                 cache = self.recipe if self.cache_weights else None
                 if cache is not None:
                     count_optimizer_steps()
-                for module in _holders:
+                for module in holders():
                     if module.weight_casts or module.wants_casts:
                         refresh_known_weights(module, cache)
                 _active.cache_recipe = cache
@@ -225,71 +217,6 @@ def _agree(recipe: Recipe | None) -> set[Any]:
     for own in _agreements:
         own.agree(recipe)
     return set()
-
-
-def _close_step(recipe: Recipe | None) -> None:
-    """Close the step of every module that observed something, and give modules without state fresh state."""
-    for module in _holders:
-        module.prepare_state(recipe)
-    waiting = _agree(recipe) if _agreements else set()
-    closing = [module for module in _holders if module not in waiting]
-    together: dict[torch.device, list[_Pending]] = {}
-    others: dict[tuple[Quantizer, torch.device], list[_Pending]] = {}
-    for module in closing:
-        for role, quantizer, state, device, has_kernel in module.pending():
-            entry = (module, role, quantizer, state)
-            if has_kernel:
-                together.setdefault(device, []).append(entry)
-            else:
-                others.setdefault((quantizer, device), []).append(entry)
-    groups = [*together.values(), *others.values()]
-    written = [tensor for own in groups for *_, state in own for tensor in (state.read, state.amax_history)]
-    # the backward of a compiled forward reads the gradient's scale as it is then
-    with torch.no_grad(), compat.preserved_versions(tuple(written)):
-        for own in together.values():
-            _keep_scales(own, close_states_([(quantizer, state, None) for _, _, quantizer, state in own], keeps=True))
-        for (quantizer, _), own in others.items():
-            _keep_scales(own, _update_together(quantizer, [state for *_, state in own]))
-    for module in closing:
-        vars(module)["observed"] = False  # past torch.nn.Module, which looks for it among parameters first
-
-
-# module, role, quantizer, state
-_Pending = tuple[Any, str, Quantizer, Any]
-
-
-def _keep_scales(entries: list[_Pending], before: list[torch.Tensor]) -> None:
-    """Remember what forward quantizers read before their step was closed, for a forward that is recomputed."""
-    for (module, role, _, _), scale in zip(entries, before, strict=True):
-        if module.observed and role in module.op.forward_quantizers:
-            module.scales_before_close.setdefault(role, scale)
-
-
-def _update_together(quantizer: Quantizer, states: list[Any]) -> list[torch.Tensor]:
-    """``update_scale`` for many states of one quantizer at once, written back in place.
-
-    Returns:
-        The scales (or keys) as they were before.
-    """
-    before = [state.read.clone() for state in states]
-    for state, update in zip(states, _updates(quantizer, states), strict=True):
-        state.read.copy_(update.read)
-        state.amax_history.copy_(update.amax_history)
-    return before
-
-
-def _updates(quantizer: Quantizer, states: list[Any]) -> list[Any]:
-    if not is_builtin_delayed(quantizer):
-        return [update_scale(quantizer, state) for state in states]
-    stacked = DelayedScalingState(
-        scale=torch.stack([state.scale for state in states]),
-        amax_history=torch.stack([state.amax_history for state in states]),
-    )
-    updated = update_scale(quantizer, stacked)
-    return [
-        DelayedScalingState(scale=scale, amax_history=history)
-        for scale, history in zip(updated.scale, updated.amax_history, strict=True)
-    ]
 
 
 def close_in_graph(module: Any, roles: Any, states: dict[str, Any]) -> None:

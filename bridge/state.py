@@ -24,6 +24,7 @@ from functional_te.quantization.state import update_amax, update_scale
 __all__ = [
     "close_",
     "close_states_",
+    "closing",
     "fold_amaxes_",
     "has_closing_kernel",
     "is_builtin_delayed",
@@ -294,42 +295,46 @@ def has_closing_kernel(quantizer: Quantizer, device: torch.device) -> bool:
     return is_builtin_delayed(quantizer) and _has_kernel(device.type)
 
 
-def close_states_(
-    entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]], *, keeps: bool = False
-) -> list[torch.Tensor]:
+def close_states_(entries: Sequence[tuple[Quantizer, Any, torch.Tensor | None]]) -> None:
     """Close the step of quantizers that observed, in place.
 
     Args:
         entries: a quantizer, its state, and an amax to fold in first or None; of one pass, so all have one or none has.
-        keeps: whether to copy what casts read before (eager mode).
-
-    Returns:
-        With ``keeps`` those copies.
     """
-    groups: dict[tuple[int, str], list[int]] = {}
-    kept: dict[int, torch.Tensor] = {}
-    for place, (quantizer, state, amax) in enumerate(entries):
+    groups: dict[tuple[int, str], list[Any]] = {}
+    for entry in entries:
+        quantizer, state, amax = entry
         if has_closing_kernel(quantizer, state.read.device):
             how = (quantizer.margin, quantizer.amax_compute_algo)  # type: ignore[attr-defined]
-            groups.setdefault(how, []).append(place)
+            groups.setdefault(how, []).append(entry)
             continue
-        if keeps:
-            kept[place] = state.read.clone()
         new = update_scale(quantizer, state if amax is None else update_amax(state, amax))
         write_(state.read, new.read)
         write_(state.amax_history, new.amax_history)
-    for (margin, algorithm), places in groups.items():
-        own = [entries[place] for place in places]
+    for (margin, algorithm), own in groups.items():
         scales = [state.scale for _, state, _ in own]
         histories = [state.amax_history for _, state, _ in own]
         amaxes = [amax for _, _, amax in own if amax is not None]
         limits = [quantizer.limit for quantizer, _, _ in own]
-        if torch.compiler.is_compiling():
-            _op("close_step_")(scales, histories, amaxes, limits, margin, algorithm)
-        else:
-            made = _close_step(scales, histories, amaxes, limits, margin, algorithm, "old" if keeps else "")
-            kept.update(zip(places, made, strict=False))
-    return [kept[place] for place in range(len(entries))] if keeps else []
+        close = _op("close_step_") if torch.compiler.is_compiling() else _close_step_
+        close(scales, histories, amaxes, limits, margin, algorithm)
+
+
+def closing(entries: Sequence[tuple[Any, Any]]) -> Any:
+    """What closes the steps of quantizers that have a kernel for it, of one algorithm and device, when it is called.
+
+    Args:
+        entries: quantizers and their states, which have to stay where they are.
+
+    Returns:
+        A function without arguments. It gives what casts read before, which it has copied.
+    """
+    return _fused(entries[0][1].scale.device.type).closing(
+        [state.scale for _, state in entries],
+        [state.amax_history for _, state in entries],
+        limit=[quantizer.limit * 2.0**-quantizer.margin for quantizer, _ in entries],
+        algorithm=entries[0][0].amax_compute_algo,
+    )
 
 
 def open_(

@@ -13,6 +13,7 @@ import torch
 
 from bridge import compat
 from bridge.call import Takeover
+from bridge.closing import register_holder
 from bridge.model_init import stored, stored_weight
 from bridge.ops import extra_state
 from bridge.ops.custom import Channels, HookedOp, channels_of, hooked_op
@@ -20,7 +21,7 @@ from bridge.ops.group import Group, StateRoles, modules_by_serial, state_key
 from bridge.ops.hooks import BasicHooks, FusedHooks
 from bridge.ops.quantizer_view import QuantizerView
 from bridge.quantized_weight import QuantizedWeight
-from bridge.recipe_context import active_recipe, register_holder
+from bridge.recipe_context import active_recipe
 from bridge.state import has_closing_kernel
 from bridge.weight_cache import WeightCast
 from functional_te._errors import type_error, value_error
@@ -391,9 +392,7 @@ class BasicOperation(BasicHooks, FusibleOperation):
 
     def prepare_state(self, recipe: Recipe | None) -> None:
         """Give an op that has no state yet the state that ``recipe`` needs, while no graph is being traced."""
-        if recipe is None or self._state_device().type == "meta":
-            return
-        if self._state_roles and not self._loaded:
+        if recipe is None or (self._state_roles and not self._loaded) or self._state_device().type == "meta":
             return
         try:
             roles = state_roles_of(self.op, recipe)

@@ -33,8 +33,9 @@ class Fused:
     """Fused kernels of a backend: functions with the arguments of the method of :class:`Backend` of the same name.
 
     None: there is none. A function that returns None does not take the case. ``activation_grad`` gets ``needs_bias`` as
-    a bool. :mod:`bridge.state` calls ``close_step``, which closes steps of delayed scaling in place, and
-    ``copies``, which copies many scales; :mod:`bridge.joining` calls ``concatenate``.
+    a bool. :mod:`bridge.state` calls ``close_step``, which closes steps of delayed scaling in place, ``closing``, which
+    gives what closes those of the same quantizers again and again (both or none), and ``copies``, which copies many
+    scales; :mod:`bridge.joining` calls ``concatenate``.
     """
 
     activation: Callable[..., Any] | None = None
@@ -46,6 +47,7 @@ class Fused:
     layer_norm_grad: Callable[..., Any] | None = None
     dropout: Callable[..., Any] | None = None
     close_step: Callable[..., Any] | None = None
+    closing: Callable[..., Any] | None = None
     copies: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
     concatenate: Callable[..., Any] | None = None

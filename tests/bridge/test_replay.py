@@ -5,6 +5,7 @@ Where there is no GPU, Triton's interpreter runs the kernels, and programs are a
 
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -308,15 +309,23 @@ def test_modules_train_alike(programs, monkeypatch, checkpointed):
 
 def closing(monkeypatch):
     """Have one kernel close the steps of all modules, also on the CPU, as on a GPU; what it is launched for."""
-    from functional_te.kernels.triton.state import close_step
+    from functional_te.kernels.triton.record import TRITON
 
     seen = []
 
     def kernel(scales, histories, amaxes, **options):
         seen.append([amax is not None for amax in amaxes])
-        return close_step(scales, histories, amaxes, **options)
+        return TRITON.fused.close_step(scales, histories, amaxes, **options)
 
     monkeypatch.setattr(state, "_kernel", lambda device: kernel)
+
+    class Closing(TRITON.fused.closing):
+        def __call__(self):
+            seen.append([False] * self.count)
+            return super().__call__()
+
+    fused = types.SimpleNamespace(closing=Closing, close_step=kernel)
+    monkeypatch.setattr(state, "_fused", lambda device: fused)
     return seen
 
 

@@ -14,7 +14,7 @@ from functional_te.kernels.triton.grouped import grouped_nn, grouped_nt, grouped
 from functional_te.kernels.triton.launch import INTERPRETED
 from functional_te.kernels.triton.norm import layer_norm, rms_norm
 from functional_te.kernels.triton.norm_grad import layer_norm_grad, rms_norm_grad
-from functional_te.kernels.triton.state import close_step, copies
+from functional_te.kernels.triton.state import Closing, close_step, copies
 
 __all__ = ["TRITON"]
 
@@ -44,6 +44,7 @@ TRITON = dataclasses.replace(
         layer_norm_grad=layer_norm_grad,
         dropout=dropout,
         close_step=close_step,
+        closing=Closing,
         copies=copies,
         transpose=transpose,
         concatenate=concatenate,

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from functional_te._errors import value_error
-from functional_te.kernels.triton.launch import launch_alike
+from functional_te.kernels.triton.launch import launch, launch_alike
 from functional_te.kernels.triton.rounding import divide
 from functional_te.quantization.scaling import FLOAT32_MAX
 
-__all__ = ["close_step", "copies"]
+__all__ = ["Closing", "close_step", "copies"]
 
 # Quantizers of a launch: as many as the kernel has arguments for.
 _CHUNK = 8
@@ -170,6 +170,75 @@ def _close_kernel(
             _serve(scale7, history7, amax7, top7, 7, kept, L, huge, FOLDS, CLOSES, RECENT, KEEPS, BLANKS, APART, BLOCK)
 
 
+@triton.jit
+def _close_all_kernel(table, tops, kept, huge, RECENT: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr):
+    """Program ``i`` closes the step of the quantizer in row ``i`` of a table of addresses, and keeps its old scale."""
+    index = tl.program_id(0)
+    row = table + 3 * index
+    scale = tl.load(row).to(tl.pointer_type(tl.float32))
+    history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    L = tl.load(row + 2).to(tl.int32)
+    top = tl.load(tops + index)
+    _serve(scale, history, scale, top, index, kept, L, huge, False, True, RECENT, "old", False, APART, BLOCK)
+
+
+class Closing:
+    """The end of a step of many quantizers, one launch however many they are: for those that end step after step.
+
+    Addresses of the tensors are written to the device once. Calls read and write there: the caller keeps the tensors
+    alive and where they are. Arguments are as for :func:`close_step`; calls are no part of any graph.
+
+    Args:
+        scales: float32 ``[1]`` of each quantizer, at least one, of one device, each only once.
+        histories: float32 ``[L]`` of each, contiguous; lengths may differ.
+        limit: largest finite value of the element format of each, divided by ``2**margin``.
+        algorithm: ``"max"`` over the history, or ``"most_recent"``.
+
+    Raises:
+        ValueError: another algorithm; sequences of different lengths.
+    """
+
+    def __init__(
+        self,
+        scales: Sequence[torch.Tensor],
+        histories: Sequence[torch.Tensor],
+        *,
+        limit: Sequence[float],
+        algorithm: str = "max",
+    ) -> None:
+        _check("Closing", algorithm, len(scales), histories=histories, limit=limit)
+        self.count, self.device, self.recent = len(scales), scales[0].device, algorithm == "most_recent"
+        rows = [(scale.data_ptr(), own.data_ptr(), own.shape[0]) for scale, own in zip(scales, histories, strict=True)]
+        self.table, self.tops = (
+            _sent(torch.tensor(own, dtype=dtype), self.device)
+            for own, dtype in ((rows, torch.int64), (limit, torch.float32))
+        )
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Close. Returns the scales as they were before, float32 ``[1]`` each."""
+        kept = torch.empty((self.count, _APART), dtype=torch.float32, device=self.device)
+        if self.device.type == "cuda":  # the last call may be on another stream than the one on which they were made
+            stream = torch.cuda.current_stream(self.device)
+            self.table.record_stream(stream)
+            self.tops.record_stream(stream)
+        constants = {"RECENT": self.recent, "APART": _APART, "BLOCK": _BLOCK, "num_warps": 4}
+        launch(_close_all_kernel, (self.count,), kept, self.table, self.tops, kept, FLOAT32_MAX, **constants)
+        return list(kept[:, :1].unbind())
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on a device; the host does not wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _check(where: str, algorithm: str, count: int, **given: Sequence[Any]) -> None:
+    if algorithm not in _ALGORITHMS:
+        raise value_error(where, "algorithm", " or ".join(map(repr, _ALGORITHMS)), repr(algorithm))
+    for name, own in given.items():
+        if len(own) != count:
+            raise value_error(where, name, f"one for each of {count} scales", len(own))
+
+
 def close_step(
     scales: Sequence[torch.Tensor],
     histories: Sequence[torch.Tensor],
@@ -208,11 +277,7 @@ def close_step(
             ``keeps`` or with an amax.
     """
     where = "close_step"
-    if algorithm not in _ALGORITHMS:
-        raise value_error(where, "algorithm", " or ".join(map(repr, _ALGORITHMS)), repr(algorithm))
-    for name, given in (("histories", histories), ("amaxes", amaxes), ("limit", limit)):
-        if len(given) != len(scales):
-            raise value_error(where, name, f"one for each of {len(scales)} scales", len(given))
+    _check(where, algorithm, len(scales), histories=histories, amaxes=amaxes, limit=limit)
     if keeps not in ("", "old", "new"):
         raise value_error(where, "keeps", "'', 'old' or 'new'", repr(keeps))
     if blanks and not (keeps and all(amax is None for amax in amaxes)):

@@ -24,7 +24,7 @@ from functional_te.quantization.tensor import BoundQuantizer
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, device: str) -> list[tuple[int, int]]:
     """How many scales and zeros recordings have begun with; a chain's are made anew."""
-    from functional_te.kernels.triton.state import close_step, copies
+    from functional_te.kernels.triton.state import Closing, close_step, copies
 
     own, found = state.open_, list[tuple[int, int]]()
 
@@ -42,7 +42,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, device: str) -> list[tuple[int, int]]
             if named and vars(module).get("resolve_backend") is resolve_backend:
                 monkeypatch.setattr(module, "resolve_backend", lambda *args, **kwargs: "triton")
         monkeypatch.setattr(state, "_kernel", lambda device: close_step)
-        monkeypatch.setattr(state, "_fused", lambda device: types.SimpleNamespace(copies=copies))
+        monkeypatch.setattr(state, "_fused", lambda device: types.SimpleNamespace(copies=copies, closing=Closing))
     monkeypatch.setattr(state, "open_", open_)
     monkeypatch.setattr(program, "_found", {})
     return found

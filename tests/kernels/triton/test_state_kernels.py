@@ -124,3 +124,37 @@ def test_bad_arguments(device: str) -> None:
             close_step(one, one, limit=[448.0], blanks=True, **wrong)
     with pytest.raises(ValueError, match="close_step: limit: expected one for each of 1 scales, got 0"):
         close_step(one, one, one, limit=[])
+    from functional_te.kernels.triton.state import Closing
+
+    with pytest.raises(ValueError, match="Closing: algorithm: expected 'max' or 'most_recent', got 'mean'"):
+        Closing(one, one, limit=[448.0], algorithm="mean")
+    with pytest.raises(ValueError, match="Closing: histories: expected one for each of 1 scales, got 0"):
+        Closing(one, [], limit=[448.0])
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_many_close_at_once_by_their_addresses(algorithm: str, device: str) -> None:
+    from functional_te.kernels.triton.state import Closing
+
+    lengths = [1, 2, 3, 16, 1024, 1030] * 5
+    quantizers = [
+        Float8DelayedScalingQuantizer(
+            E5M2 if index % 2 else E4M3, margin=index % 4 - 1, amax_history_len=length, amax_compute_algo=algorithm
+        )
+        for index, length in enumerate(lengths)
+    ]
+    mine = [histories(index + 1, length, index)[index].to(device) for index, length in enumerate(lengths)]
+    scales = [torch.full((1,), 0.1 + index, device=device) for index in range(len(lengths))]
+    states = [DelayedScalingState(scale=s.clone(), amax_history=h.clone()) for s, h in zip(scales, mine, strict=True)]
+    close = Closing(scales, mine, limit=[own.limit * 2.0**-own.margin for own in quantizers], algorithm=algorithm)
+    for step in range(3):
+        before = torch.cat(scales)
+        kept = close()
+        assert torch.equal(bits(torch.cat(kept)), bits(before))
+        for index, quantizer in enumerate(quantizers):
+            states[index] = update_scale(quantizer, states[index])
+            assert torch.equal(bits(scales[index]), bits(states[index].scale)), (step, lengths[index])
+            assert torch.equal(bits(mine[index]), bits(states[index].amax_history)), (step, lengths[index])
+            observed = SPECIAL[(index + step) % len(SPECIAL)] if index % 5 == 0 else float(index % 3 * (step + 1))
+            for history in (mine[index], states[index].amax_history):
+                history[0] = observed
