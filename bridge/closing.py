@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bridge import compat
-from bridge.state import closing, is_builtin_delayed
+from bridge.state import closing, has_closing_kernel, is_builtin_delayed
 from functional_te.quantization.quantizers import Quantizer
 from functional_te.quantization.state import DelayedScalingState, update_scale
 from functional_te.recipes import Recipe
@@ -75,10 +75,10 @@ class _Steps:
         together: dict[Any, list[_Entry]] = {}
         others: dict[Any, list[_Entry]] = {}
         for place, own in enumerate(pending):
-            for role, quantizer, state, device, has_kernel in own:
-                entry = _Entry(place, role, quantizer, state)
+            for role, quantizer, state in own:
+                entry, device = _Entry(place, role, quantizer, state), state.read.device
                 # a kernel is given addresses, which fake tensors lack
-                if has_kernel and type(state.read) is torch.Tensor:
+                if has_closing_kernel(quantizer, device) and type(state.read) is torch.Tensor:
                     together.setdefault((device, quantizer.amax_compute_algo), []).append(entry)
                 else:
                     others.setdefault((quantizer, device), []).append(entry)

@@ -22,7 +22,6 @@ from bridge.ops.hooks import BasicHooks, FusedHooks
 from bridge.ops.quantizer_view import QuantizerView
 from bridge.quantized_weight import QuantizedWeight
 from bridge.recipe_context import active_recipe
-from bridge.state import has_closing_kernel
 from bridge.weight_cache import WeightCast
 from functional_te._errors import type_error, value_error
 from functional_te.fuser.plan import quantizer_of, state_roles_of
@@ -413,18 +412,12 @@ class BasicOperation(BasicHooks, FusibleOperation):
         states = self.states(self._state_roles)
         return [(role, quantizer, states[role]) for role, quantizer in self._state_roles]
 
-    def pending(self) -> list[tuple[str, Quantizer, Any, torch.device, bool]]:
-        """:meth:`named_states`, each with its device and whether one kernel closes many such steps there.
-
-        Remembered as long as the tensors stay the same.
-        """
+    def pending(self) -> list[tuple[str, Quantizer, Any]]:
+        """:meth:`named_states`, remembered as long as the tensors stay the same: then the same list."""
         tensors = tuple(self._buffers.values())
         roles, known, found = self._pending
         if roles is not self._state_roles or len(known) != len(tensors) or not all(map(operator.is_, known, tensors)):
-            found = [
-                (role, quantizer, state, state.read.device, has_closing_kernel(quantizer, state.read.device))
-                for role, quantizer, state in self.named_states()
-            ]
+            found = self.named_states()
             vars(self)["_pending"] = self._state_roles, tensors, found
         return found
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bridge
-from bridge import closing, ops, state
+from bridge import closing, ops, replay, state
 from functional_te.recipes import DelayedScaling
 
 pytestmark = [
@@ -55,8 +55,9 @@ Launches = list[list[torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    """Modules that know of a kernel on the CPU may not outlive their test."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls that are repeated rely on the kernel. Nothing of a test is left for the next."""
+    monkeypatch.setattr(replay, "_CALLS", 10**9)
     yield
     closing._Last.steps = None
     gc.collect()
